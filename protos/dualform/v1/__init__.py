@@ -1,0 +1,1 @@
+"""The wire contract, version 1: `attribution.proto` and the stubs generated from it."""
