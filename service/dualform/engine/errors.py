@@ -1,0 +1,62 @@
+"""What a question can be refused with; each maps to one canonical gRPC code.
+
+EngineError
+├── InvalidArgumentError      INVALID_ARGUMENT     names the request's field
+├── NotFoundError             NOT_FOUND
+├── FailedPreconditionError   FAILED_PRECONDITION  right question, wrong index for it
+├── ResourceExhaustedError    RESOURCE_EXHAUSTED   over a limit
+├── DataLossError             DATA_LOSS            a damaged file
+└── CancelledError            CANCELLED            the caller gave up
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class EngineError(Exception):
+    """Base of all refusals.
+
+    Args:
+        message: What was given, what is allowed, how to get there.
+        field: The request's field at fault, such as "queries" or "where", if it is one field.
+        reason: Stable UPPER_SNAKE_CASE word for programs (google.rpc.ErrorInfo.reason).
+    """
+
+    code: ClassVar[str] = "INTERNAL"
+    default_reason: ClassVar[str] = "INTERNAL"
+
+    def __init__(self, message: str, *, field: str | None = None, reason: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+        self.reason = reason or self.default_reason
+
+
+class InvalidArgumentError(EngineError):
+    code = "INVALID_ARGUMENT"
+    default_reason = "INVALID_ARGUMENT"
+
+
+class NotFoundError(EngineError):
+    code = "NOT_FOUND"
+    default_reason = "NOT_FOUND"
+
+
+class FailedPreconditionError(EngineError):
+    code = "FAILED_PRECONDITION"
+    default_reason = "FAILED_PRECONDITION"
+
+
+class ResourceExhaustedError(EngineError):
+    code = "RESOURCE_EXHAUSTED"
+    default_reason = "LIMIT_EXCEEDED"
+
+
+class DataLossError(EngineError):
+    code = "DATA_LOSS"
+    default_reason = "DAMAGED"
+
+
+class CancelledError(EngineError):
+    code = "CANCELLED"
+    default_reason = "CANCELLED"
