@@ -80,6 +80,14 @@ class LedgerRow:
 
 
 @dataclass(frozen=True)
+class InexactMark:
+    """From `from_step` on the ledger does not explain a layer's training, because of `reason`."""
+
+    from_step: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class Coefficients:
     """W_s as a combination of an earlier pair (W_j, m_j) and what the steps between added.
 

@@ -1,0 +1,31 @@
+"""What lies on disk: recordings, indexes, manifests, checksums, atomic publishing.
+
+The formats are specified in docs/format.md. Nothing here needs torch or FAISS.
+"""
+
+from dualform.store.errors import (
+    DamagedError,
+    ExistsError,
+    NotFoundError,
+    StoreError,
+    VersionError,
+)
+from dualform.store.index import IndexLayer, IndexManifest, LayerShard, RowSpace, SpaceShard
+from dualform.store.ledger import Coefficients, InexactMark, Ledger, LedgerRow
+
+__all__ = [
+    "Coefficients",
+    "DamagedError",
+    "ExistsError",
+    "IndexLayer",
+    "IndexManifest",
+    "InexactMark",
+    "LayerShard",
+    "Ledger",
+    "LedgerRow",
+    "NotFoundError",
+    "RowSpace",
+    "SpaceShard",
+    "StoreError",
+    "VersionError",
+]

@@ -1,0 +1,216 @@
+"""The index on disk: its manifest, and the headers of its shard files (docs/format.md, *Index*).
+
+A published index is immutable. `manifest.json` is written last, so a directory without one is no
+index. Every other file is named in it with its size and digest.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+
+from dualform.store.errors import DamagedError, NotFoundError, VersionError
+from dualform.store.files import FileEntry, read_checked, read_json, write_json
+from dualform.store.ledger import InexactMark, Ledger, from_parquet
+
+FORMAT = "dualform-index"
+VERSION = 1
+MANIFEST = "manifest.json"
+REBUILD = "rebuild the index with `dualform index build`"
+
+FAISS_HEADER_BYTES = 45
+NPY_HEADER_BYTES = 128
+
+
+@dataclass(frozen=True)
+class LayerShard:
+    """One layer's rows of one shard.
+
+    Attributes:
+        keys: IndexFlatIP file, float32 [n, d_in], rows in sidecar order.
+        values: .npy file, float32 [n, d_out], or None for an index without values.
+        max_norm: Upper bound of the finite keys' Euclidean norms.
+        nonfinite: Half-open ranges of positions inside the shard whose key is not finite.
+    """
+
+    keys: FileEntry
+    values: FileEntry | None
+    max_norm: float
+    nonfinite: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class IndexLayer:
+    """A layer: where its weights, keys and values are, and how far it is exact."""
+
+    name: str
+    kind: str
+    d_in: int
+    d_out: int
+    weight: str
+    bias: str | None
+    space: int
+    values: bool
+    inexact: tuple[InexactMark, ...]
+    initial: FileEntry
+    final: FileEntry | None
+    shards: tuple[LayerShard, ...]
+
+
+@dataclass(frozen=True)
+class SpaceShard:
+    """Row ids [start, start + rows) of a row space, and the sidecar that holds their metadata."""
+
+    sidecar: FileEntry
+    start: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class RowSpace:
+    """The rows of all layers that saw the same passes."""
+
+    rows: int
+    shards: tuple[SpaceShard, ...]
+
+
+@dataclass(frozen=True)
+class IndexManifest:
+    """Everything there is to know of an index before opening its shards.
+
+    Attributes:
+        steps: Optimizer steps of the training run.
+        optimizer: The optimizer's class name.
+        complete: The recording was closed in an orderly way (final weights are there).
+        layers: By name, as in `model.named_modules()`.
+    """
+
+    steps: int
+    optimizer: str
+    complete: bool
+    ledger: FileEntry
+    examples: FileEntry | None
+    layers: Mapping[str, IndexLayer]
+    spaces: tuple[RowSpace, ...]
+
+    def save(self, directory: Path) -> None:
+        """Write `manifest.json` atomically; this publishes what the directory holds."""
+        data = asdict(self)
+        data["layers"] = [asdict(layer) for layer in self.layers.values()]
+        write_json(directory / MANIFEST, {"format": FORMAT, "version": VERSION, **data})
+
+    @classmethod
+    def load(cls, directory: Path) -> IndexManifest:
+        """Read and check `manifest.json`.
+
+        Raises:
+            NotFoundError: No index there.
+            VersionError: A newer format.
+            DamagedError: Not what `save` writes.
+        """
+        path = directory / MANIFEST
+        if not path.is_file():
+            raise NotFoundError(
+                f"{directory} is not an index (no {MANIFEST}); "
+                "build one with `dualform index build RECORDING INDEX`"
+            )
+        data = read_json(path, REBUILD)
+        if data.get("format") != FORMAT:
+            raise NotFoundError(f"{directory} is not an index (format {data.get('format')!r})")
+        version = data.get("version")
+        if not isinstance(version, int) or version < 1:
+            raise DamagedError(path, f"version {version!r}", REBUILD)
+        if version > VERSION:
+            raise VersionError(
+                f"{directory} is an index of version {version}; this dualform reads up to "
+                f"version {VERSION}: upgrade it, or rebuild the index with it"
+            )
+        try:
+            return _manifest(data)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise DamagedError(path, f"a field is missing or wrong ({error!r})", REBUILD) from None
+
+    def load_ledger(self, directory: Path) -> Ledger:
+        """Read the ledger of the whole run."""
+        return Ledger(from_parquet(read_checked(directory, self.ledger, REBUILD)), self.steps)
+
+
+def layer_directory(name: str) -> str:
+    """A layer's directory below the index: its name, percent-encoded ("%root" for the root module)."""
+    return "layers/" + (quote(name, safe="") or "%root")
+
+
+def faiss_header(d: int, n: int) -> bytes:
+    """The 45 bytes that make n*d float32 after them a file of `faiss.IndexFlatIP`."""
+    inner_product = 0
+    return b"IxFI" + struct.pack("<iqqq?iQ", d, n, 1 << 20, 1 << 20, True, inner_product, n * d)
+
+
+def npy_header(rows: int, d: int) -> bytes:
+    """The 128 bytes that make rows*d float32 after them a .npy file [rows, d]."""
+    buffer = io.BytesIO()
+    header = {"descr": "<f4", "fortran_order": False, "shape": (rows, d)}
+    np.lib.format.write_array_header_1_0(buffer, header)
+    data = buffer.getvalue()
+    if len(data) != NPY_HEADER_BYTES:
+        raise ValueError(f"unexpected .npy header of {len(data)} bytes")
+    return data
+
+
+def _manifest(data: dict[str, Any]) -> IndexManifest:
+    layers = [_layer(layer) for layer in data["layers"]]
+    spaces = tuple(
+        RowSpace(
+            int(space["rows"]),
+            tuple(
+                SpaceShard(FileEntry.from_json(s["sidecar"]), int(s["start"]), int(s["rows"]))
+                for s in space["shards"]
+            ),
+        )
+        for space in data["spaces"]
+    )
+    return IndexManifest(
+        steps=int(data["steps"]),
+        optimizer=str(data["optimizer"]),
+        complete=bool(data["complete"]),
+        ledger=FileEntry.from_json(data["ledger"]),
+        examples=_entry(data["examples"]),
+        layers={layer.name: layer for layer in layers},
+        spaces=spaces,
+    )
+
+
+def _layer(data: dict[str, Any]) -> IndexLayer:
+    return IndexLayer(
+        name=str(data["name"]),
+        kind=str(data["kind"]),
+        d_in=int(data["d_in"]),
+        d_out=int(data["d_out"]),
+        weight=str(data["weight"]),
+        bias=None if data["bias"] is None else str(data["bias"]),
+        space=int(data["space"]),
+        values=bool(data["values"]),
+        inexact=tuple(InexactMark(int(m["from_step"]), str(m["reason"])) for m in data["inexact"]),
+        initial=FileEntry.from_json(data["initial"]),
+        final=_entry(data["final"]),
+        shards=tuple(
+            LayerShard(
+                keys=FileEntry.from_json(s["keys"]),
+                values=_entry(s["values"]),
+                max_norm=float(s["max_norm"]),
+                nonfinite=tuple((int(a), int(b)) for a, b in s["nonfinite"]),
+            )
+            for s in data["shards"]
+        ),
+    )
+
+
+def _entry(data: dict[str, Any] | None) -> FileEntry | None:
+    return None if data is None else FileEntry.from_json(data)
