@@ -1,0 +1,1 @@
+"""What experiments/run.py is made of: the study's configuration, data, stages and report."""
