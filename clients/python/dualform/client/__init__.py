@@ -1,0 +1,67 @@
+"""The SDK: ask a dualform server, or an index on disk, which training rows made an output.
+
+Remote mode needs grpcio, protobuf and numpy only. What is behind the names:
+
+    Client, AsyncClient      the questions; `Client.local(path)` asks an index without a server
+    capture_queries          a model's inputs to its linear layers, as queries
+    parse_filter, Filter     filters as text and as messages
+    Retry                    when to try again
+    DualformError            base of all errors, see `dualform.client.errors`
+"""
+
+from dualform.client._async import AsyncClient
+from dualform.client._capture import capture_queries
+from dualform.client._filters import parse_filter
+from dualform.client._info import (
+    IndexInfo,
+    IndexSummary,
+    InexactMark,
+    LayerInfo,
+    ServerLimits,
+)
+from dualform.client._results import Coverage, DualOutputResult, SumsResult, TopKResult
+from dualform.client._retry import Retry
+from dualform.client._sync import Client
+from dualform.client.errors import (
+    CancelledError,
+    DataLossError,
+    DeadlineExceededError,
+    DualformError,
+    FailedPreconditionError,
+    InternalError,
+    InvalidArgumentError,
+    NotFoundError,
+    ResourceExhaustedError,
+    UnavailableError,
+    UnimplementedError,
+)
+from dualform.v1.attribution_pb2 import Filter
+
+__all__ = [
+    "AsyncClient",
+    "CancelledError",
+    "Client",
+    "Coverage",
+    "DataLossError",
+    "DeadlineExceededError",
+    "DualOutputResult",
+    "DualformError",
+    "FailedPreconditionError",
+    "Filter",
+    "IndexInfo",
+    "IndexSummary",
+    "InexactMark",
+    "InternalError",
+    "InvalidArgumentError",
+    "LayerInfo",
+    "NotFoundError",
+    "ResourceExhaustedError",
+    "Retry",
+    "ServerLimits",
+    "SumsResult",
+    "TopKResult",
+    "UnavailableError",
+    "UnimplementedError",
+    "capture_queries",
+    "parse_filter",
+]

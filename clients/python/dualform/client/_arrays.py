@@ -1,0 +1,204 @@
+"""Arrays and Python values to the wire's messages, and back."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dualform.client.errors import InternalError, InvalidArgumentError
+from dualform.v1 import attribution_pb2 as pb
+
+_DTYPES: dict[int, np.dtype[Any]] = {
+    pb.DATA_TYPE_FLOAT32: np.dtype("<f4"),
+    pb.DATA_TYPE_FLOAT64: np.dtype("<f8"),
+    pb.DATA_TYPE_INT32: np.dtype("<i4"),
+    pb.DATA_TYPE_INT64: np.dtype("<i8"),
+}
+_COLUMN_DTYPES: dict[int, np.dtype[Any]] = {
+    pb.COLUMN_TYPE_INT64: np.dtype("<i8"),
+    pb.COLUMN_TYPE_DOUBLE: np.dtype("<f8"),
+    pb.COLUMN_TYPE_STRING: np.dtype("<i4"),
+    pb.COLUMN_TYPE_BOOL: np.dtype("?"),
+}
+
+
+def query_matrix(queries: object) -> npt.NDArray[np.float32]:
+    """Whatever the user gave as queries, as a C-ordered float32 [n, d_in] array.
+
+    Args:
+        queries: numpy array, torch tensor on any device, or anything `np.asarray` takes.
+
+    Raises:
+        InvalidArgumentError: Not float32 (nothing is rounded behind the user's back), or not
+            two-dimensional.
+    """
+    if type(queries).__module__.partition(".")[0] == "torch":
+        queries = _from_torch(queries)
+    try:
+        array = np.asarray(queries)
+    except ValueError as error:
+        raise InvalidArgumentError(
+            f"queries do not form an array ({error}); one row of d_in numbers per query is needed",
+            field="queries",
+        ) from None
+    if array.dtype.kind != "f" or array.dtype.itemsize != 4:
+        raise InvalidArgumentError(
+            f"queries are {array.dtype}; float32 is needed, and nothing is converted silently: "
+            "pass np.asarray(queries, dtype=np.float32), or queries.float() for a tensor",
+            field="queries",
+        )
+    if array.ndim != 2:
+        hint = (
+            "; pass queries.reshape(1, -1) for a single query"
+            if array.ndim == 1
+            else "; pass queries.reshape(-1, d_in), one row per query"
+        )
+        raise InvalidArgumentError(
+            f"queries have shape {list(array.shape)}; [n, d_in] is needed{hint}", field="queries"
+        )
+    return np.ascontiguousarray(array, dtype="<f4")
+
+
+def tensor_of(array: npt.NDArray[np.float32]) -> pb.Tensor:
+    """A float32 array as a message."""
+    return pb.Tensor(dtype=pb.DATA_TYPE_FLOAT32, shape=array.shape, data=array.tobytes())
+
+
+def array_of(tensor: pb.Tensor) -> npt.NDArray[Any]:
+    """A tensor message as a writable array in native byte order."""
+    dtype = _DTYPES.get(tensor.dtype)
+    if dtype is None:
+        raise InternalError(f"the answer holds a tensor of unknown dtype {tensor.dtype}")
+    return _unpack(tensor.data, dtype, tuple(tensor.shape), "a tensor")
+
+
+def column_of(column: pb.Column, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+    """A metadata column as an array of `shape`.
+
+    Returns:
+        int64, float64 or bool where nothing is null; otherwise, and for strings, an object array
+        with None for null.
+    """
+    dtype = _COLUMN_DTYPES.get(column.type)
+    if dtype is None:
+        raise InternalError(f"column {column.name!r} is of unknown type {column.type}")
+    values = _unpack(column.data, dtype, shape, f"column {column.name!r}")
+    valid = (
+        _unpack(column.valid, np.dtype("?"), shape, f"column {column.name!r}")
+        if column.valid
+        else np.ones(shape, dtype=bool)
+    )
+    if column.type == pb.COLUMN_TYPE_STRING:
+        texts = np.full(shape, None, dtype=object)
+        if valid.any():
+            codes = values[valid]
+            if codes.min() < 0 or codes.max() >= len(column.dictionary):
+                raise InternalError(f"column {column.name!r} has a code beyond its dictionary")
+            texts[valid] = np.array(column.dictionary, dtype=object)[codes]
+        return texts
+    if valid.all():
+        return values
+    nullable = values.astype(object)
+    nullable[~valid] = None
+    return nullable
+
+
+def groups_of(column: pb.Column, count: int) -> list[Any]:
+    """The groups of an answer as Python values; None for rows without a value."""
+    groups: list[Any] = column_of(column, (count,)).tolist()
+    return groups
+
+
+def values_of(values: Iterable[object], field: str) -> list[pb.Value]:
+    """Python or numpy scalars as messages; None becomes null.
+
+    Raises:
+        InvalidArgumentError: Something that is neither int, float, bool, str nor None.
+    """
+    return [value_of(value, field) for value in values]
+
+
+def value_of(value: object, field: str) -> pb.Value:
+    """One scalar as a message.
+
+    Raises:
+        InvalidArgumentError: Neither int, float, bool, str nor None, or beyond 64 bits.
+    """
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None:
+        return pb.Value()
+    if isinstance(value, bool):
+        return pb.Value(bool_value=value)
+    if isinstance(value, int):
+        return pb.Value(int64_value=int64(value, field))
+    if isinstance(value, float):
+        return pb.Value(double_value=value)
+    if isinstance(value, str):
+        return pb.Value(string_value=text(value, field))
+    raise InvalidArgumentError(
+        f"{field} holds {value!r} of type {type(value).__name__}; int, float, bool, str or None "
+        "are possible",
+        field=field,
+    )
+
+
+def int64(value: object, field: str) -> int:
+    """`value` as an int that fits 64 bits.
+
+    Raises:
+        InvalidArgumentError: It is none.
+    """
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise InvalidArgumentError(
+            f"{field}={value!r} is of type {type(value).__name__}; an int is needed", field=field
+        ) from None
+    if not -(2**63) <= number < 2**63:
+        raise InvalidArgumentError(f"{field}={number} does not fit 64 bits", field=field)
+    return number
+
+
+def text(value: object, field: str) -> str:
+    """`value` as a str that can travel.
+
+    Raises:
+        InvalidArgumentError: It is none, or holds a lone surrogate.
+    """
+    if not isinstance(value, str):
+        raise InvalidArgumentError(
+            f"{field}={value!r} is of type {type(value).__name__}; a str is needed", field=field
+        )
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise InvalidArgumentError(f"{field}={value!r} is not valid Unicode", field=field) from None
+    return value
+
+
+def _from_torch(tensor: Any) -> npt.NDArray[Any]:
+    if str(tensor.dtype) == "torch.bfloat16":
+        raise InvalidArgumentError(
+            "queries are torch.bfloat16; float32 is needed: pass queries.float()", field="queries"
+        )
+    array: npt.NDArray[Any] = tensor.detach().cpu().numpy()
+    return array
+
+
+def _unpack(
+    data: bytes, dtype: np.dtype[Any], shape: tuple[int, ...], what: str
+) -> npt.NDArray[Any]:
+    count = 1
+    for size in shape:
+        count *= size
+    if min(shape, default=0) < 0 or len(data) != count * dtype.itemsize:
+        raise InternalError(
+            f"{what} of the answer holds {len(data)} bytes, {dtype} {list(shape)} was announced"
+        )
+    array: npt.NDArray[Any] = np.frombuffer(data, dtype).reshape(shape)
+    return array.astype(dtype.newbyteorder("="))

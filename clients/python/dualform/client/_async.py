@@ -1,0 +1,154 @@
+"""The asyncio client: the methods of `Client`, awaited."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+from dualform.client._info import IndexInfo, IndexSummary
+from dualform.client._local import AsyncLocalTransport
+from dualform.client._questions import Pause, Plan, Questions
+from dualform.client._results import DualOutputResult, SumsResult, TopKResult
+from dualform.client._retry import DEFAULT_RETRY, Retry
+from dualform.client._transport import AsyncGrpcTransport, AsyncTransport
+from dualform.client.errors import DualformError, FailedPreconditionError
+from dualform.v1.attribution_pb2 import Filter
+
+T = TypeVar("T")
+
+
+class AsyncClient:
+    """`Client` for asyncio: same arguments, same answers, same errors; belongs to one event loop.
+
+    Args:
+        server, retry, timeout: As for `Client`.
+
+    Example:
+        >>> async with AsyncClient("localhost:50051") as client:
+        ...     hits = await client.top_k("0", queries, k=10)
+    """
+
+    _closed: bool
+
+    def __init__(
+        self, server: str, *, retry: Retry | None = DEFAULT_RETRY, timeout: float | None = 60.0
+    ) -> None:
+        self._start(AsyncGrpcTransport(server), Questions(retry, timeout))
+
+    @classmethod
+    def local(
+        cls, path: str | Path, *, device: str = "auto", timeout: float | None = None
+    ) -> AsyncClient:
+        """As `Client.local`; scans run in threads, the loop stays free."""
+        client = cls.__new__(cls)
+        client._start(AsyncLocalTransport(path, device), Questions(None, timeout))
+        return client
+
+    async def indexes(self, *, timeout: float | None = None) -> list[IndexSummary]:
+        """As `Client.indexes`."""
+        return await self._run(self._questions.indexes(timeout))
+
+    async def index(self, name: str | None = None, *, timeout: float | None = None) -> IndexInfo:
+        """As `Client.index`."""
+        return await self._run(self._questions.index(name, timeout))
+
+    async def top_k(
+        self,
+        layer: str,
+        queries: object,
+        *,
+        k: int = 10,
+        where: str | Filter | None = None,
+        group_by: str | None = None,
+        order: str = "largest",
+        index: str | None = None,
+        timeout: float | None = None,
+    ) -> TopKResult:
+        """As `Client.top_k`."""
+        return await self._run(
+            self._questions.top_k(layer, queries, k, where, group_by, order, index, timeout)
+        )
+
+    async def sums(
+        self,
+        layer: str,
+        queries: object,
+        *,
+        group_by: str,
+        absolute: bool = False,
+        where: str | Filter | None = None,
+        index: str | None = None,
+        timeout: float | None = None,
+    ) -> SumsResult:
+        """As `Client.sums`."""
+        return await self._run(
+            self._questions.sums(layer, queries, group_by, absolute, where, index, timeout)
+        )
+
+    async def dual_output(
+        self,
+        layer: str,
+        queries: object,
+        *,
+        where: str | Filter | None = None,
+        at_step: int | None = None,
+        group_by: str | None = None,
+        index: str | None = None,
+        timeout: float | None = None,
+    ) -> DualOutputResult:
+        """As `Client.dual_output`."""
+        return await self._run(
+            self._questions.dual_output(layer, queries, where, at_step, group_by, index, timeout)
+        )
+
+    async def examples(
+        self, ids: Iterable[object], *, index: str | None = None, timeout: float | None = None
+    ) -> list[bytes | str | None]:
+        """As `Client.examples`."""
+        return await self._run(self._questions.examples(ids, index, timeout))
+
+    async def close(self) -> None:
+        """Gives back the connection or the opened index; may be called twice."""
+        if self._closed:
+            return
+        self._closed = True
+        await self._transport.close()
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    def _start(self, transport: AsyncTransport, questions: Questions) -> None:
+        self._transport = transport
+        self._questions = questions
+        self._closed = False
+
+    async def _run(self, plan: Plan[T]) -> T:
+        if self._closed:
+            raise FailedPreconditionError("this client is closed; make a new one", reason="CLOSED")
+        try:
+            step = next(plan)
+            while True:
+                if isinstance(step, Pause):
+                    await asyncio.sleep(step.seconds)
+                    step = next(plan)
+                    continue
+                try:
+                    response: Any = await self._transport.call(step.request, step.timeout)
+                except DualformError as error:
+                    step = plan.throw(error)
+                else:
+                    step = plan.send(response)
+        except StopIteration as done:
+            result: T = done.value
+            return result

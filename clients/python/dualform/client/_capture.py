@@ -1,0 +1,165 @@
+"""Queries from a model: what its layers see for given inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dualform.client.errors import FailedPreconditionError, InvalidArgumentError
+
+if TYPE_CHECKING:
+    import torch
+
+Queries = dict[str, npt.NDArray[np.float32]]
+
+
+def capture_queries(
+    model: torch.nn.Module,
+    *inputs: Any,
+    layers: str | Sequence[str] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+) -> Queries:
+    """What each linear layer sees in one pass of `model(*inputs, **kwargs)`.
+
+    The pass runs in eval mode without gradients. Each module's training flag, torch's random state
+    (CPU and CUDA), buffers and hooks are afterwards as they were, also after an exception.
+
+    Args:
+        model: Any module; of a compiled one the original runs.
+        *inputs: What its forward takes, on the model's device.
+        layers: Names or glob patterns as in `model.named_modules()`; None takes every `nn.Linear`
+            that runs.
+        kwargs: Keyword arguments of the forward.
+
+    Returns:
+        By layer name float32 [n, d_in], on the CPU, one row per position of the leading
+        dimensions; of a layer that runs several times all rows, in the order of the calls.
+
+    Raises:
+        InvalidArgumentError: `model` is no module, or a pattern matches no linear layer.
+        FailedPreconditionError: A layer that was asked for by name or pattern does not run, or an
+            input of a layer is float64, which float32 can't hold.
+
+    Example:
+        >>> queries = capture_queries(model, images)
+        >>> hits = client.top_k("0", queries["0"])
+    """
+    import torch
+
+    if not isinstance(model, torch.nn.Module):
+        raise InvalidArgumentError(
+            f"model is of type {type(model).__name__}; a torch.nn.Module is needed", field="model"
+        )
+    # A compiled model's hooks do not fire once it has run.
+    model = getattr(model, "_orig_mod", model)
+    selected = _selected(model, layers)
+    seen: dict[str, list[torch.Tensor]] = {name: [] for name in selected}
+    handles = []
+    try:
+        for name, layer in selected.items():
+            handles.append(
+                layer.register_forward_hook(_recorder(name, seen[name]), with_kwargs=True)
+            )
+        with _undisturbed(model), torch.no_grad():
+            model(*inputs, **dict(kwargs or {}))
+    finally:
+        for handle in handles:
+            handle.remove()
+    silent = [name for name, keys in seen.items() if not keys]
+    if layers is not None and silent:
+        raise FailedPreconditionError(
+            f"these layers did not run: {', '.join(silent)}; leave them out of layers= (a layer "
+            "whose weight is used through F.linear, like nn.MultiheadAttention's out_proj, never "
+            "runs itself)",
+            field="layers",
+        )
+    return {name: torch.cat(keys).numpy() for name, keys in seen.items() if keys}
+
+
+def _selected(
+    model: torch.nn.Module, layers: str | Sequence[str] | None
+) -> dict[str, torch.nn.Module]:
+    import torch
+
+    linear: dict[str, torch.nn.Module] = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear)
+    }
+    if layers is None:
+        return linear
+    patterns = [layers] if isinstance(layers, str) else list(layers)
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in linear):
+            raise InvalidArgumentError(
+                f"layers: {pattern!r} matches no linear layer; there are: "
+                f"{', '.join(map(repr, linear)) or 'none'}",
+                field="layers",
+            )
+    return {
+        name: layer
+        for name, layer in linear.items()
+        if any(fnmatchcase(name, pattern) for pattern in patterns)
+    }
+
+
+def _recorder(name: str, keys: list[torch.Tensor]) -> Any:
+    import torch
+
+    def hook(layer: Any, args: Any, kwargs: Any, output: Any) -> None:
+        key = args[0] if args else kwargs["input"]
+        if key.dtype == torch.float64:
+            raise FailedPreconditionError(
+                f"layer {name!r} sees float64; keys and queries are float32: run the model with "
+                "model.float()",
+                field="model",
+            )
+        # Copied at once: the model may write into its input later. Half formats fit exactly.
+        copy = key.detach().reshape(-1, key.shape[-1]).to("cpu", torch.float32, copy=True)
+        keys.append(copy)
+
+    return hook
+
+
+@contextmanager
+def _undisturbed(model: torch.nn.Module) -> Iterator[None]:
+    """Eval mode inside; flags, random state and buffers as before behind it."""
+    import torch
+
+    flags = [(module, module.training) for module in model.modules()]
+    buffers = [
+        (module, name, buffer, None if buffer is None else buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+    ]
+    random_state = torch.get_rng_state()
+    cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, training in flags:
+            module.training = training
+        with torch.no_grad():
+            for module, name, buffer, content in buffers:
+                if buffer is not None and content is not None and not _same(buffer, content):
+                    buffer.copy_(content)
+                module._buffers[name] = buffer
+        torch.set_rng_state(random_state)
+        if cuda_states:
+            torch.cuda.set_rng_state_all(cuda_states)
+
+
+def _same(buffer: Any, content: Any) -> bool:
+    import torch
+
+    # Bytes, so that NaN equals itself; and nothing is written where nothing changed.
+    return torch.equal(
+        buffer.contiguous().reshape(-1).view(torch.uint8),
+        content.contiguous().reshape(-1).view(torch.uint8),
+    )

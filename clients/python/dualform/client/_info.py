@@ -1,0 +1,150 @@
+"""What a server says about itself: its indexes, their layers, its limits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dualform.v1 import attribution_pb2 as pb
+
+_HEALTH: dict[int, str] = {pb.HEALTH_SERVING: "serving", pb.HEALTH_DAMAGED: "damaged"}
+_COLUMN_TYPES: dict[int, str] = {
+    pb.COLUMN_TYPE_INT64: "int64",
+    pb.COLUMN_TYPE_DOUBLE: "float64",
+    pb.COLUMN_TYPE_STRING: "str",
+    pb.COLUMN_TYPE_BOOL: "bool",
+}
+
+
+@dataclass(frozen=True)
+class ServerLimits:
+    """The most that one request may ask for; the client splits batches to stay below.
+
+    Attributes:
+        max_k: Largest k.
+        max_queries: Queries per request.
+        max_message_bytes: Bytes of a request, and of an answer.
+    """
+
+    max_k: int
+    max_queries: int
+    max_message_bytes: int
+
+
+@dataclass(frozen=True)
+class IndexSummary:
+    """One line of what is served.
+
+    Attributes:
+        name: What to pass as `index=`.
+        health: "serving", or "damaged": not answered from.
+        health_reason: What is damaged and what to do; empty where nothing is.
+    """
+
+    name: str
+    health: str
+    health_reason: str
+
+
+@dataclass(frozen=True)
+class InexactMark:
+    """From `from_step` on the dual form of a layer is not exact, because of `reason`."""
+
+    from_step: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class LayerInfo:
+    """One layer of an index.
+
+    Attributes:
+        name: As in `model.named_modules()`.
+        kind: "linear".
+        d_in, d_out: Sizes of key and value.
+        bias: Whether the layer has one.
+        rows: Rows in the layer's memory.
+        row_space: Layers of the same number share row ids and metadata.
+        values: False for an index without values: no dual output.
+        columns: Metadata columns: name to "int64", "float64", "str" or "bool".
+        inexact: Marks, in step order; empty where the dual form is exact throughout.
+    """
+
+    name: str
+    kind: str
+    d_in: int
+    d_out: int
+    bias: bool
+    rows: int
+    row_space: int
+    values: bool
+    columns: Mapping[str, str]
+    inexact: tuple[InexactMark, ...]
+
+    @property
+    def exactness(self) -> str:
+        """ "exact", or from which step on it is not, and why."""
+        if not self.inexact:
+            return "exact"
+        return "; ".join(f"inexact from step {m.from_step}: {m.reason}" for m in self.inexact)
+
+
+@dataclass(frozen=True)
+class IndexInfo:
+    """One index.
+
+    Attributes:
+        name: What to pass as `index=`.
+        health, health_reason: As in IndexSummary.
+        steps: Optimizer steps recorded.
+        optimizer: Its class name, such as "SGD".
+        layers: By name, in recording order.
+    """
+
+    name: str
+    health: str
+    health_reason: str
+    steps: int
+    optimizer: str
+    layers: Mapping[str, LayerInfo]
+
+
+def limits_of(message: pb.Limits) -> ServerLimits:
+    """From the wire."""
+    return ServerLimits(message.max_k, message.max_queries, message.max_message_bytes)
+
+
+def summary_of(message: pb.IndexSummary) -> IndexSummary:
+    """From the wire."""
+    return IndexSummary(message.name, _health(message.health), message.health_reason)
+
+
+def index_of(message: pb.IndexInfo) -> IndexInfo:
+    """From the wire."""
+    return IndexInfo(
+        name=message.name,
+        health=_health(message.health),
+        health_reason=message.health_reason,
+        steps=message.steps,
+        optimizer=message.optimizer,
+        layers={layer.name: _layer(layer) for layer in message.layers},
+    )
+
+
+def _layer(message: pb.LayerInfo) -> LayerInfo:
+    return LayerInfo(
+        name=message.name,
+        kind=message.kind,
+        d_in=message.d_in,
+        d_out=message.d_out,
+        bias=message.bias,
+        rows=message.rows,
+        row_space=message.row_space,
+        values=message.values,
+        columns={c.name: _COLUMN_TYPES.get(c.type, "unknown") for c in message.columns},
+        inexact=tuple(InexactMark(mark.from_step, mark.reason) for mark in message.inexact),
+    )
+
+
+def _health(health: int) -> str:
+    return _HEALTH.get(health, "unknown")

@@ -1,0 +1,121 @@
+"""The transport of local mode: the engine in this process, no server, no socket.
+
+The engine is imported when the first index is opened; it scans with torch alone and leaves the
+process's thread settings as they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from google.protobuf.message import Message
+
+from dualform.client.errors import (
+    DeadlineExceededError,
+    DualformError,
+    FailedPreconditionError,
+    InternalError,
+    InvalidArgumentError,
+    NotFoundError,
+    error_from_code,
+)
+
+
+class LocalTransport:
+    """Answers from the index at `path`.
+
+    Raises:
+        NotFoundError: No such directory.
+        InvalidArgumentError: An unknown device.
+        FailedPreconditionError: The engine's dependencies are not installed.
+    """
+
+    def __init__(self, path: str | Path, device: str) -> None:
+        where = Path(path)
+        if not where.is_dir():
+            raise NotFoundError(
+                f"there is no index at {where}; `dualform index build RECORDING {where}` makes one",
+                field="path",
+            )
+        if device not in ("auto", "cpu", "cuda"):
+            raise InvalidArgumentError(
+                f"device={device!r} is none of 'auto', 'cpu', 'cuda'", field="device"
+            )
+        try:
+            from dualform.engine.requests import Catalog
+        except ImportError as error:
+            raise FailedPreconditionError(
+                f"a local index needs the engine ({error}): pip install 'dualform[cpu]', or ask a "
+                'server with Client("HOST:PORT")',
+                reason="NOT_INSTALLED",
+            ) from error
+        try:
+            self._catalog: Any = Catalog({_name_of(where): where}, device=device, use_faiss=False)
+        except Exception as error:
+            raise _error_of(error) from error
+        self._answering = 0
+        self._changed = threading.Condition()
+
+    def call(self, request: Message, timeout: float | None, given_up: Any = None) -> Any:
+        end = None if timeout is None else time.monotonic() + timeout
+
+        def stop() -> bool:
+            return (end is not None and time.monotonic() >= end) or bool(given_up)
+
+        with self._changed:
+            self._answering += 1
+        try:
+            return self._catalog.answer(request, stop=stop)
+        except Exception as error:
+            ours = _error_of(error)
+            if ours.code == "CANCELLED" and end is not None and time.monotonic() >= end:
+                raise DeadlineExceededError(
+                    f"no answer within {timeout:.3g} s; give a longer timeout=, or ask for less "
+                    "(fewer queries, a filter)"
+                ) from None
+            raise ours from error
+        finally:
+            with self._changed:
+                self._answering -= 1
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        # Files must not go away under a scan, such as one in another thread that was given up.
+        with self._changed:
+            self._changed.wait_for(lambda: self._answering == 0)
+            self._catalog.close()
+
+
+class AsyncLocalTransport:
+    """LocalTransport in a thread; giving up stops the scan between two tiles."""
+
+    def __init__(self, path: str | Path, device: str) -> None:
+        self._local = LocalTransport(path, device)
+
+    async def call(self, request: Message, timeout: float | None) -> Any:
+        given_up: list[bool] = []
+        try:
+            return await asyncio.to_thread(self._local.call, request, timeout, given_up)
+        except asyncio.CancelledError:
+            given_up.append(True)
+            raise
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._local.close)
+
+
+def _name_of(path: Path) -> str:
+    return re.sub(r"[^A-Za-z0-9_.-]", "_", path.resolve().name).lstrip(".-")[:100] or "index"
+
+
+def _error_of(error: Exception) -> DualformError:
+    from dualform.engine.errors import EngineError
+
+    if isinstance(error, EngineError):
+        return error_from_code(error.code, str(error), reason=error.reason, field=error.field)
+    return InternalError(f"{type(error).__name__}: {error}")

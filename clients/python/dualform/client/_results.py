@@ -1,0 +1,258 @@
+"""What the questions answer: numpy arrays, what they cover, and pandas where asked."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from dualform.client._arrays import array_of, column_of, groups_of
+from dualform.client.errors import FailedPreconditionError, InternalError
+from dualform.v1 import attribution_pb2 as pb
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """How many rows an answer covers.
+
+    Attributes:
+        rows: Rows that passed the filter (and lie before `at_step`).
+        total: Rows of the layer.
+        nonfinite: Of `rows`, those whose key is not finite: never ranked.
+    """
+
+    rows: int
+    total: int
+    nonfinite: int
+
+
+@dataclass(frozen=True, eq=False)
+class TopKResult:
+    """The k best rows per query, or per query and group.
+
+    `hits["label"]` is a metadata column, in the shape of `rows`: int64, float64 or bool where every
+    place holds a value; otherwise, and for text, an object array with None where there is none.
+
+    Attributes:
+        rows: int64 [n, k], or [n, groups, k]; -1 where fewer rows match.
+        scores: float32, the shape of `rows`; NaN where fewer rows match.
+        columns: Every metadata column by name.
+        groups: The groups in ascending order, None (rows without a value) last; None without
+            `group_by`.
+        coverage: How many rows took part.
+    """
+
+    rows: npt.NDArray[np.int64]
+    scores: npt.NDArray[np.float32]
+    columns: Mapping[str, npt.NDArray[Any]]
+    groups: list[Any] | None
+    coverage: Coverage
+
+    def __getitem__(self, column: str) -> npt.NDArray[Any]:
+        if column not in self.columns:
+            raise KeyError(f"no metadata column {column!r}; there are {sorted(self.columns)}")
+        return self.columns[column]
+
+    def to_pandas(self) -> pd.DataFrame:
+        """One line per hit: query, rank (from 0), row, score and the metadata columns.
+
+        Padding is left out. A metadata column called like one of the first four gets "_column"
+        behind its name. With `group_by` a line's group is its value in that column.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        pandas = _pandas()
+        hit = self.rows >= 0
+        places = np.nonzero(hit)
+        table: dict[str, Any] = {
+            "query": places[0],
+            "rank": places[-1],
+            "row": self.rows[hit],
+            "score": self.scores[hit],
+        }
+        for name, column in self.columns.items():
+            # Padding had made an object array of it; without padding it is a plain one again.
+            values = column[hit]
+            plain = np.array(values.tolist()) if values.dtype == object and len(values) else values
+            key = f"{name}_column" if name in table else name
+            table[key] = plain if plain.dtype.kind in "ifb" else values
+        return pandas.DataFrame(table)
+
+
+@dataclass(frozen=True, eq=False)
+class SumsResult:
+    """Total attention weight per group.
+
+    Attributes:
+        groups: Ascending, None (rows without a value) last.
+        values: float64 [n, groups].
+        counts: int64 [groups]: rows per group.
+        coverage: How many rows took part.
+    """
+
+    groups: list[Any]
+    values: npt.NDArray[np.float64]
+    counts: npt.NDArray[np.int64]
+    coverage: Coverage
+
+    def to_pandas(self) -> pd.DataFrame:
+        """A line per query, a column per group.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        pandas = _pandas()
+        return pandas.DataFrame(
+            self.values,
+            index=pandas.RangeIndex(len(self.values), name="query"),
+            columns=pandas.Index(self.groups, name="group", dtype=_label_dtype(self.groups)),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class DualOutputResult:
+    """The layer's output as initial part plus sum of contributions.
+
+    Attributes:
+        values: float32 [n, d_out], `initial` included; with `group_by` [n, groups, d_out], the
+            groups' parts alone.
+        initial: float32 [n, d_out]: what the initial weights, biases and momentum buffers left
+            behind.
+        trained: float32 [n, d_out]: the trained layer's own output; None with `at_step`, or where
+            training did not end in an orderly way.
+        groups: As in SumsResult; None without `group_by`.
+        counts: int64 [groups]: rows per group; None without `group_by`.
+        coverage: How many rows took part.
+    """
+
+    values: npt.NDArray[np.float32]
+    initial: npt.NDArray[np.float32]
+    trained: npt.NDArray[np.float32] | None
+    groups: list[Any] | None
+    counts: npt.NDArray[np.int64] | None
+    coverage: Coverage
+
+    def to_pandas(self) -> pd.DataFrame:
+        """A line per query (with `group_by`: per query and group), a column per output unit.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        pandas = _pandas()
+        units = pandas.RangeIndex(self.values.shape[-1], name="unit")
+        queries = range(len(self.values))
+        if self.groups is None:
+            index = pandas.RangeIndex(len(queries), name="query")
+        else:
+            labels = pandas.Index(self.groups, dtype=_label_dtype(self.groups))
+            index = pandas.MultiIndex.from_product([queries, labels], names=["query", "group"])
+        return pandas.DataFrame(
+            self.values.reshape(-1, self.values.shape[-1]), index=index, columns=units
+        )
+
+
+def top_k_of(message: pb.TopKResponse) -> TopKResult:
+    """From the wire."""
+    rows, scores = array_of(message.rows), array_of(message.scores)
+    if rows.ndim not in (2, 3) or scores.shape != rows.shape:
+        raise InternalError(f"rows have shape {rows.shape}, scores {scores.shape}")
+    return TopKResult(
+        rows=rows,
+        scores=scores,
+        columns={column.name: column_of(column, rows.shape) for column in message.columns},
+        groups=groups_of(message.groups, rows.shape[1]) if message.HasField("groups") else None,
+        coverage=_coverage(message.coverage),
+    )
+
+
+def sums_of(message: pb.SumsResponse) -> SumsResult:
+    """From the wire."""
+    values = array_of(message.values)
+    if values.ndim != 2:
+        raise InternalError(f"sums have shape {values.shape}")
+    return SumsResult(
+        groups=groups_of(message.groups, values.shape[1]),
+        values=values,
+        counts=array_of(message.counts),
+        coverage=_coverage(message.coverage),
+    )
+
+
+def dual_output_of(message: pb.DualOutputResponse) -> DualOutputResult:
+    """From the wire."""
+    values, grouped = array_of(message.values), message.HasField("groups")
+    if values.ndim != (3 if grouped else 2):
+        raise InternalError(f"outputs have shape {values.shape}")
+    return DualOutputResult(
+        values=values,
+        initial=array_of(message.initial),
+        trained=array_of(message.trained) if message.HasField("trained") else None,
+        groups=groups_of(message.groups, values.shape[1]) if grouped else None,
+        counts=array_of(message.counts) if grouped else None,
+        coverage=_coverage(message.coverage),
+    )
+
+
+Result = TypeVar("Result", TopKResult, SumsResult, DualOutputResult)
+
+
+def join(parts: Sequence[Result]) -> Result:
+    """The answer to a batch from the answers to its parts, in order.
+
+    Raises:
+        FailedPreconditionError: The parts come from different memories.
+    """
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    if any(_memory(part) != _memory(first) for part in parts):
+        raise FailedPreconditionError(
+            "the index changed while this batch was answered in parts; ask again",
+            reason="INDEX_CHANGED",
+        )
+    joined: dict[str, Any] = {}
+    for name in ("rows", "scores", "values", "initial", "trained"):
+        arrays = [getattr(part, name, None) for part in parts]
+        present = [array for array in arrays if array is not None]
+        if present:
+            joined[name] = np.concatenate(present)
+    if isinstance(first, TopKResult):
+        joined["columns"] = {
+            name: np.concatenate([part[name] for part in parts])  # type: ignore[index]
+            for name in first.columns
+        }
+    return dataclasses.replace(first, **joined)
+
+
+def _memory(part: TopKResult | SumsResult | DualOutputResult) -> tuple[object, ...]:
+    # Groups as text: a NaN group is not equal to itself.
+    columns = sorted(part.columns) if isinstance(part, TopKResult) else None
+    trained = getattr(part, "trained", None) is None
+    return repr(part.groups), repr(part.coverage), columns, trained
+
+
+def _coverage(message: pb.Coverage) -> Coverage:
+    return Coverage(message.rows, message.total, message.nonfinite)
+
+
+def _label_dtype(groups: list[Any]) -> Any:
+    # None would become NaN, and ints floats.
+    return object if None in groups else None
+
+
+def _pandas() -> Any:
+    try:
+        import pandas
+    except ImportError:
+        raise ImportError(
+            "to_pandas() needs pandas: pip install pandas (the arrays are there without it)"
+        ) from None
+    return pandas

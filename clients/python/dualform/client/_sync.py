@@ -1,0 +1,247 @@
+"""The blocking client."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+from dualform.client._info import IndexInfo, IndexSummary
+from dualform.client._local import LocalTransport
+from dualform.client._questions import Pause, Plan, Questions
+from dualform.client._results import DualOutputResult, SumsResult, TopKResult
+from dualform.client._retry import DEFAULT_RETRY, Retry
+from dualform.client._transport import GrpcTransport, Transport
+from dualform.client.errors import DualformError, FailedPreconditionError
+from dualform.v1.attribution_pb2 import Filter
+
+T = TypeVar("T")
+
+
+class Client:
+    """Asks a server, or with `Client.local` an index on disk; safe to use from several threads.
+
+    Every question takes `index=` (needed only where several are served) and `timeout=`: seconds
+    for the whole call, retries and parts of a large batch included; None means the client's own,
+    `math.inf` no limit.
+
+    Args:
+        server: "HOST:PORT".
+        retry: When to try again after UNAVAILABLE; None turns retries off.
+        timeout: Seconds per call unless the call says otherwise; None for no limit.
+
+    Raises:
+        InvalidArgumentError: `server` is no address.
+
+    Example:
+        >>> with Client("localhost:50051") as client:
+        ...     hits = client.top_k("0", queries, k=10, where="label = 6")
+    """
+
+    _closed: bool
+
+    def __init__(
+        self, server: str, *, retry: Retry | None = DEFAULT_RETRY, timeout: float | None = 60.0
+    ) -> None:
+        self._start(GrpcTransport(server), Questions(retry, timeout))
+
+    @classmethod
+    def local(
+        cls, path: str | Path, *, device: str = "auto", timeout: float | None = None
+    ) -> Client:
+        """A client on an index on disk: same methods, no server.
+
+        Args:
+            path: The index's directory.
+            device: "auto", "cpu" or "cuda".
+            timeout: As for the class; no limit by default.
+
+        Raises:
+            NotFoundError: No such directory.
+            FailedPreconditionError: The engine's dependencies are not installed.
+        """
+        client = cls.__new__(cls)
+        client._start(LocalTransport(path, device), Questions(None, timeout))
+        return client
+
+    def indexes(self, *, timeout: float | None = None) -> list[IndexSummary]:
+        """What is served, with each index's health."""
+        return self._run(self._questions.indexes(timeout))
+
+    def index(self, name: str | None = None, *, timeout: float | None = None) -> IndexInfo:
+        """One index: its layers with sizes, rows, columns and exactness.
+
+        Args:
+            name: None where one index is served.
+            timeout: Seconds.
+
+        Raises:
+            NotFoundError: No such index.
+        """
+        return self._run(self._questions.index(name, timeout))
+
+    def top_k(
+        self,
+        layer: str,
+        queries: object,
+        *,
+        k: int = 10,
+        where: str | Filter | None = None,
+        group_by: str | None = None,
+        order: str = "largest",
+        index: str | None = None,
+        timeout: float | None = None,
+    ) -> TopKResult:
+        """The k rows with the largest attention weight per query (paper, eq. dual_linear).
+
+        Args:
+            layer: As in `model.named_modules()`.
+            queries: float32 [n, d_in]: numpy, torch on any device, or what `np.asarray` takes.
+            k: Rows per query, and per group.
+            where: Which rows take part: text such as "label = 6 and step < 3000", or a Filter.
+            group_by: A metadata column: the k best rows of each of its values.
+            order: "largest", "smallest", or "absolute" (by |score|, scores stay signed).
+            index: Its name; None where one is served.
+            timeout: Seconds.
+
+        Returns:
+            Rows int64 and scores float32 [n, k], or [n, groups, k]; ties by row id.
+
+        Raises:
+            InvalidArgumentError: Wrong shape, dtype, k, order, filter or column; see `field`.
+            NotFoundError: No such layer or index.
+            ResourceExhaustedError: k over the server's limit, or its queue is full.
+        """
+        return self._run(
+            self._questions.top_k(layer, queries, k, where, group_by, order, index, timeout)
+        )
+
+    def sums(
+        self,
+        layer: str,
+        queries: object,
+        *,
+        group_by: str,
+        absolute: bool = False,
+        where: str | Filter | None = None,
+        index: str | None = None,
+        timeout: float | None = None,
+    ) -> SumsResult:
+        """Total attention weight per group: signed, or of absolute values.
+
+        Args:
+            layer: As in `model.named_modules()`.
+            queries: As for `top_k`.
+            group_by: The metadata column to sum over.
+            absolute: Sum |a_t| instead of a_t.
+            where: As for `top_k`.
+            index: Its name; None where one is served.
+            timeout: Seconds.
+
+        Returns:
+            float64 [n, groups], with the rows per group.
+
+        Raises:
+            InvalidArgumentError, NotFoundError, ResourceExhaustedError: As for `top_k`.
+        """
+        return self._run(
+            self._questions.sums(layer, queries, group_by, absolute, where, index, timeout)
+        )
+
+    def dual_output(
+        self,
+        layer: str,
+        queries: object,
+        *,
+        where: str | Filter | None = None,
+        at_step: int | None = None,
+        group_by: str | None = None,
+        index: str | None = None,
+        timeout: float | None = None,
+    ) -> DualOutputResult:
+        """The layer's output as initial part plus the rows' contributions.
+
+        Args:
+            layer: As in `model.named_modules()`.
+            queries: As for `top_k`.
+            where: Which rows contribute; the initial part always stays.
+            at_step: The layer after so many steps; None for the trained layer. Not the same as
+                the filter "step < s", which keeps the trained layer's coefficients.
+            group_by: A metadata column: each group's part alone.
+            index: Its name; None where one is served.
+            timeout: Seconds.
+
+        Returns:
+            float32 [n, d_out] with the initial part included, or [n, groups, d_out] without.
+
+        Raises:
+            InvalidArgumentError, NotFoundError, ResourceExhaustedError: As for `top_k`.
+            FailedPreconditionError: The index holds no values, or the layer has no exact dual form.
+        """
+        return self._run(
+            self._questions.dual_output(layer, queries, where, at_step, group_by, index, timeout)
+        )
+
+    def examples(
+        self, ids: Iterable[object], *, index: str | None = None, timeout: float | None = None
+    ) -> list[bytes | str | None]:
+        """Payloads kept with the recording: PNG bytes or text.
+
+        Args:
+            ids: One-dimensional: ints or strings, such as `hits["example"][0]`; None (padding) is
+                answered with None.
+            index: Its name; None where one is served.
+            timeout: Seconds.
+
+        Returns:
+            In the order of `ids`; None for an id without a payload.
+
+        Raises:
+            InvalidArgumentError: Something that can't be an id.
+        """
+        return self._run(self._questions.examples(ids, index, timeout))
+
+    def close(self) -> None:
+        """Gives back the connection or the opened index; may be called twice."""
+        if self._closed:
+            return
+        self._closed = True
+        self._transport.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _start(self, transport: Transport, questions: Questions) -> None:
+        self._transport = transport
+        self._questions = questions
+        self._closed = False
+
+    def _run(self, plan: Plan[T]) -> T:
+        if self._closed:
+            raise FailedPreconditionError("this client is closed; make a new one", reason="CLOSED")
+        try:
+            step = next(plan)
+            while True:
+                if isinstance(step, Pause):
+                    time.sleep(step.seconds)
+                    step = next(plan)
+                    continue
+                try:
+                    response: Any = self._transport.call(step.request, step.timeout)
+                except DualformError as error:
+                    step = plan.throw(error)
+                else:
+                    step = plan.send(response)
+        except StopIteration as done:
+            result: T = done.value
+            return result

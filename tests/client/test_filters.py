@@ -1,0 +1,224 @@
+"""Filters as text: the grammar, round trips of random trees, and where errors point."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dualform.client import Filter, InvalidArgumentError, parse_filter
+from dualform.client._filters import where_of
+from dualform.v1 import attribution_pb2 as pb
+
+SYMBOLS = {
+    pb.OPERATOR_EQ: "=",
+    pb.OPERATOR_NE: "!=",
+    pb.OPERATOR_LT: "<",
+    pb.OPERATOR_LE: "<=",
+    pb.OPERATOR_GT: ">",
+    pb.OPERATOR_GE: ">=",
+}
+
+
+def compare(column: str, operator: int, *values: object) -> Filter:
+    return Filter(
+        comparison=pb.Comparison(
+            column=column,
+            operator=operator,  # type: ignore[arg-type]
+            values=[value(v) for v in values],
+        )
+    )
+
+
+def value(v: object) -> pb.Value:
+    if isinstance(v, bool):
+        return pb.Value(bool_value=v)
+    if isinstance(v, int):
+        return pb.Value(int64_value=v)
+    if isinstance(v, float):
+        return pb.Value(double_value=v)
+    return pb.Value(string_value=str(v))
+
+
+def every(*filters: Filter) -> Filter:
+    return Filter(all_of=pb.FilterList(filters=filters))
+
+
+def either(*filters: Filter) -> Filter:
+    return Filter(any_of=pb.FilterList(filters=filters))
+
+
+def negated(inner: Filter) -> Filter:
+    return Filter(negated=inner)
+
+
+A = compare("a", pb.OPERATOR_EQ, 1)
+B = compare("b", pb.OPERATOR_GT, 2.5)
+C = compare("c", pb.OPERATOR_EQ, "x")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a = 1", A),
+        ("a == 1", A),
+        ('"a" = 1', A),
+        ("((a = 1))", A),
+        ("a = +1", A),
+        ("a = -1", compare("a", pb.OPERATOR_EQ, -1)),
+        ("a <> 'it''s'", compare("a", pb.OPERATOR_NE, "it's")),
+        ("a = true", compare("a", pb.OPERATOR_EQ, True)),
+        ("a = 1e3", compare("a", pb.OPERATOR_EQ, 1000.0)),
+        ("a in (1, -2, 3)", compare("a", pb.OPERATOR_IN, 1, -2, 3)),
+        ("a not in ('x')", negated(compare("a", pb.OPERATOR_IN, "x"))),
+        (
+            "a between 1 and 2.5",
+            every(compare("a", pb.OPERATOR_GE, 1), compare("a", pb.OPERATOR_LE, 2.5)),
+        ),
+        ("a is null", compare("a", pb.OPERATOR_IS_NULL)),
+        ("A IS NOT NULL", negated(compare("A", pb.OPERATOR_IS_NULL))),
+        ("a = 1 and b > 2.5 and c = 'x'", every(A, B, C)),
+        ("a = 1 or b > 2.5 and c = 'x'", either(A, every(B, C))),
+        ("(a = 1 or b > 2.5) and c = 'x'", every(either(A, B), C)),
+        ("not a = 1 and b > 2.5", every(negated(A), B)),
+        ("not (a = 1 and b > 2.5)", negated(every(A, B))),
+        ("(a = 1 and b > 2.5) and c = 'x'", every(every(A, B), C)),
+        (
+            "a between 1 and 2 or b > 2.5",
+            either(every(compare("a", pb.OPERATOR_GE, 1), compare("a", pb.OPERATOR_LE, 2)), B),
+        ),
+    ],
+)
+def test_grammar(text: str, expected: Filter) -> None:
+    assert parse_filter(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "position", "says"),
+    [
+        ("", 1, "empty"),
+        ("  ", 1, "empty"),
+        ("label = ", 7, "syntax error at '='"),
+        ("label = 6 extra", 11, "'extra'"),
+        ("a = 1 and\nb = 2 extra", 17, "'extra'"),
+        ("select 1", 1, "'select'"),
+        ("a = 1; b = 2", 1, "not possible"),
+        ("a = 'open", 9, "not closed"),
+        ("label", 1, "not possible"),
+        ("a = 1 and f(b) = 3", 13, "column comes first"),
+        ("6 = label", 5, "column comes first"),
+        ('a = 1 and label = "cat"', 19, "single quotes"),
+        ("a = b", 5, "single quotes"),
+        ("a = null", 5, "is null"),
+        ("a in (1, null)", 10, "is null"),
+        ("a in (select 1)", 1, "not possible"),
+        ("a in b", 1, "not possible"),
+        ("a in (b)", 7, "literal"),
+        ("a like 'x'", 1, "not possible"),
+        ("a is true", 1, "not possible"),
+        ("t.a = 1", 1, "column comes first"),
+        ("a = 1 = 2", 1, "column comes first"),
+        ("a = 1 + 1", 5, "literal"),
+        ("b = 2 and a = 'x' 'y'", 11, "literal"),
+        ("a1 = 1 and a = 1 + 1", 16, "literal"),
+        ("a", 1, "not possible"),
+        ("a = 0x1F", 6, "x1F"),
+    ],
+)
+def test_refusals_point_at_the_place(text: str, position: int, says: str) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        parse_filter(text)
+    message = str(caught.value)
+    assert caught.value.field == "where"
+    assert repr(text) in message
+    assert f"position {position}:" in message, message
+    assert says in message, message
+
+
+def test_integers_beyond_64_bits_are_refused() -> None:
+    assert parse_filter("a = -9223372036854775808").comparison.values[0].int64_value == -(2**63)
+    with pytest.raises(InvalidArgumentError, match="64 bits"):
+        parse_filter("a = 9223372036854775808")
+
+
+def test_long_chains_and_deep_nests_do_not_end_the_process() -> None:
+    chain = parse_filter(" or ".join(f"a = {i}" for i in range(1000)))
+    assert [f.comparison.values[0].int64_value for f in chain.any_of.filters] == list(range(1000))
+    with pytest.raises(InvalidArgumentError, match="nested too deeply"):
+        parse_filter("(" * 5000 + "a = 1" + ")" * 5000)
+
+
+def test_what_is_no_filter_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="of type dict"):
+        where_of({"label": 6})  # type: ignore[arg-type]
+    assert where_of(A).filter is A
+    assert where_of(None).filter is None
+
+
+def test_the_servers_refusal_gets_the_position() -> None:
+    where = where_of("label = 6 and (task = 'x' or label = 'y')")
+    unknown = where.located(InvalidArgumentError("unknown column 'task'", field="where"))
+    assert "position 16: unknown column 'task'" in str(unknown)
+    wrong = where.located(InvalidArgumentError("column 'label' is int64, not 'y'", field="where"))
+    assert "position 30:" in str(wrong)
+    other = InvalidArgumentError("the filter is nested too deep", field="where")
+    assert where.located(other) is other
+
+
+names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_ .\"]{0,8}", fullmatch=True)
+literals = st.one_of(
+    st.integers(-(2**63), 2**63 - 1),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.booleans(),
+    st.text(st.characters(codec="utf-8", exclude_characters="\x00"), max_size=8),
+)
+comparisons = st.one_of(
+    st.builds(compare, names, st.sampled_from(sorted(SYMBOLS)), literals),
+    st.builds(
+        lambda name, values: compare(name, pb.OPERATOR_IN, *values),
+        names,
+        st.lists(literals, min_size=1, max_size=4),
+    ),
+    st.builds(lambda name: compare(name, pb.OPERATOR_IS_NULL), names),
+)
+trees = st.recursive(
+    comparisons,
+    lambda inner: st.one_of(
+        st.lists(inner, min_size=2, max_size=3).map(lambda parts: every(*parts)),
+        st.lists(inner, min_size=2, max_size=3).map(lambda parts: either(*parts)),
+        inner.map(negated),
+    ),
+    max_leaves=8,
+)
+
+
+@given(trees)
+def test_any_tree_written_as_text_parses_back(tree: Filter) -> None:
+    assert parse_filter(render(tree)) == tree
+
+
+def render(tree: Filter) -> str:
+    kind = tree.WhichOneof("kind")
+    if kind == "all_of":
+        return " and ".join(f"({render(part)})" for part in tree.all_of.filters)
+    if kind == "any_of":
+        return " or ".join(f"({render(part)})" for part in tree.any_of.filters)
+    if kind == "negated":
+        return f"not ({render(tree.negated)})"
+    comparison = tree.comparison
+    column = '"' + comparison.column.replace('"', '""') + '"'
+    values = [render_literal(v) for v in comparison.values]
+    if comparison.operator == pb.OPERATOR_IN:
+        return f"{column} in ({', '.join(values)})"
+    if comparison.operator == pb.OPERATOR_IS_NULL:
+        return f"{column} is null"
+    return f"{column} {SYMBOLS[comparison.operator]} {values[0]}"
+
+
+def render_literal(literal: pb.Value) -> str:
+    kind = literal.WhichOneof("kind")
+    if kind == "string_value":
+        return "'" + literal.string_value.replace("'", "''") + "'"
+    if kind == "bool_value":
+        return "true" if literal.bool_value else "false"
+    return repr(getattr(literal, str(kind)))
