@@ -1,0 +1,34 @@
+"""What all tests share: the data sets, found or skipped for, and a skip that hides nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+DATA = Path(os.environ.get("DUALFORM_DATA", ROOT.parent / "shared" / "data"))
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    """The folder with MNIST/; tests that ask for it skip where it is not.
+
+    Where it is, such a test may not skip: `pytest_runtest_makereport` makes that a failure.
+    """
+    if not DATA.is_dir():
+        pytest.skip(f"no data sets in {DATA}: set DUALFORM_DATA")
+    return DATA
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.skipped and DATA.is_dir() and "data_dir" in getattr(item, "fixturenames", ()):
+        report.outcome = "failed"
+        report.longrepr = f"skipped, although the data sets are in {DATA}: {report.longrepr}"
+    return report
