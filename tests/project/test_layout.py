@@ -1,0 +1,122 @@
+"""The rules of the layout: who imports whom, what a package exports, what each file begins with."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ["protos", "indexer", "service", "clients/python", "clients/cli"]
+# What each part may use: those below it, never those above or beside it.
+MAY_IMPORT = {
+    "v1": set(),
+    "store": {"v1"},
+    "index": {"store", "v1"},
+    "record": {"store", "v1"},
+    "engine": {"store", "v1"},
+    "serve": {"engine", "record", "index", "store", "v1"},
+    "client": {"engine", "record", "index", "store", "v1"},
+    "cli": {"serve", "client", "engine", "record", "index", "store", "v1"},
+}
+# The remote client lives without torch and FAISS: it may import these inside functions only.
+LAZY_IN_CLIENT = {"dualform.engine", "dualform.store", "torch", "faiss", "pyarrow", "pandas"}
+
+
+def modules() -> list[tuple[str, Path]]:
+    found = []
+    for folder in FOLDERS:
+        for path in sorted((ROOT / folder / "dualform").rglob("*.py")):
+            found.append((path.relative_to(ROOT / folder / "dualform").parts[0], path))
+    return found
+
+
+def imports(tree: ast.AST) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "absolute imports only"
+            names.add(str(node.module))
+            if node.module == "dualform":
+                names |= {f"dualform.{alias.name}" for alias in node.names}
+    return names
+
+
+def test_every_part_is_there() -> None:
+    assert {package for package, _ in modules()} == set(MAY_IMPORT)
+    assert not [path for path in ROOT.glob("*/**/dualform/__init__.py") if ".venv" not in str(path)]
+
+
+@pytest.mark.parametrize("package", MAY_IMPORT)
+def test_a_part_imports_only_those_below_it(package: str) -> None:
+    wrong = []
+    for owner, path in modules():
+        if owner != package:
+            continue
+        for name in imports(ast.parse(path.read_text())):
+            parts = name.split(".")
+            ours = parts[0] == "dualform" and len(parts) > 1
+            if ours and parts[1] not in MAY_IMPORT[package] | {package}:
+                wrong.append(f"{path.relative_to(ROOT)} imports {name}")
+    assert not wrong
+
+
+def test_the_client_imports_the_engine_lazily() -> None:
+    wrong = []
+    for owner, path in modules():
+        if owner == "client":
+            top = top_level(ast.parse(path.read_text()).body)
+            for name in imports(ast.Module(top, [])):
+                if any(name == lazy or name.startswith(f"{lazy}.") for lazy in LAZY_IN_CLIENT):
+                    wrong.append(f"{path.relative_to(ROOT)} imports {name} at its top")
+    assert not wrong
+
+
+def top_level(body: list[ast.stmt]) -> list[ast.stmt]:
+    """Statements that run at import; those under TYPE_CHECKING do not."""
+    kept: list[ast.stmt] = []
+    for node in body:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            kept += top_level(node.orelse)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            kept.append(node)
+    return kept
+
+
+@pytest.mark.parametrize("package", sorted(set(MAY_IMPORT) - {"v1"}))
+def test_a_package_exports_a_sorted_list_that_exists(package: str) -> None:
+    module = importlib.import_module(f"dualform.{package}")
+    assert list(module.__all__) == sorted(module.__all__)
+    for name in module.__all__:
+        assert hasattr(module, name), name
+
+
+def test_every_module_says_what_it_is_for() -> None:
+    without = [
+        str(path.relative_to(ROOT))
+        for package, path in modules()
+        if package != "v1" and not ast.get_docstring(ast.parse(path.read_text()))
+    ]
+    assert not without
+
+
+def test_importing_the_client_loads_neither_torch_nor_faiss() -> None:
+    program = (
+        "import sys, dualform.client; "
+        "print([m for m in ('torch', 'faiss', 'pyarrow', 'pandas') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_every_part_is_typed() -> None:
+    for folder in FOLDERS:
+        for part in (ROOT / folder / "dualform").iterdir():
+            if part.is_dir() and part.name != "__pycache__":
+                assert (part / "py.typed").is_file(), part

@@ -1,0 +1,65 @@
+"""The Makefile and what it runs: every target explained, set-up idempotent, stubs fresh."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _needs_make() -> None:
+    if shutil.which("make") is None:
+        pytest.skip("make is not installed")
+
+
+def make(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["make", *words], cwd=ROOT, capture_output=True, text=True)
+
+
+def test_help_lists_every_target_with_a_line() -> None:
+    targets = re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    lines = {
+        line.split()[1]: line.split(maxsplit=2)[2] for line in make("help").stdout.splitlines()
+    }
+    assert set(targets) == set(lines)
+    assert {"help", "setup", "demo", "test", "lint", "stubs"} <= set(targets)
+
+
+def test_setup_refuses_an_unsupported_python(tmp_path: Path) -> None:
+    old = tmp_path / "python3"
+    old.write_text(
+        f"#!{sys.executable}\nimport sys\nsys.version_info = (3, 9, 1)\nsys.version = '3.9.1'\n"
+        "exec(sys.argv[2])\n"
+    )
+    old.chmod(0o755)
+    done = make("setup", f"PYTHON={old}", f"VENV={tmp_path / 'venv'}")
+    assert done.returncode != 0
+    assert "dualform needs Python 3.10 to 3.13; this is 3.9.1" in done.stderr
+    assert not (tmp_path / "venv").exists()
+
+
+def test_ci_runs_every_check() -> None:
+    script = (ROOT / ".ci" / "run").read_text()
+    for target in ("setup", "lint", "stubs-check", "demo", "test"):
+        assert re.search(rf"^step {target}$", script, re.MULTILINE), target
+    assert script.rstrip().endswith("step test")
+
+
+def test_the_committed_stubs_are_what_the_proto_gives(tmp_path: Path) -> None:
+    if sys.version_info >= (3, 13):
+        pytest.skip("the oldest supported grpcio-tools has no wheel for Python 3.13")
+    fresh = subprocess.run(
+        ["bash", "scripts/stubs.sh", "--check"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={"PATH": "/usr/bin:/bin", "PYTHON": sys.executable, "HOME": str(Path.home())},
+    )
+    assert fresh.returncode == 0, fresh.stderr
