@@ -143,7 +143,7 @@ class IndexManifest:
 
 
 def layer_directory(name: str) -> str:
-    """A layer's directory below the index: its name, percent-encoded ("%root" for the root module)."""
+    """A layer's directory in the index: its name, percent-encoded ("%root": the root module)."""
     return "layers/" + (quote(name, safe="") or "%root")
 
 

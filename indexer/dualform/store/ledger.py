@@ -61,7 +61,7 @@ class LedgerRow:
     first: bool = False
 
     def transition(self) -> tuple[np.ndarray, np.ndarray]:
-        """How (W, m) moves: (W, m)' = A (W, m) + B E, after torch.optim.SGD's own order of operations.
+        """How (W, m) moves: (W, m)' = A (W, m) + B E, in torch.optim.SGD's order of operations.
 
         Returns:
             A, float64 [2, 2], and B, float64 [2].
@@ -116,6 +116,7 @@ class Ledger:
     def __init__(self, rows: Iterable[LedgerRow], steps: int) -> None:
         self.steps = steps
         self.parameters: dict[str, list[LedgerRow]] = {}
+        self._cache: dict[str, list[tuple[list[list[float]], list[float]]]] = {}
         for row in rows:
             self.parameters.setdefault(row.parameter, []).append(row)
         for name, own in self.parameters.items():
@@ -134,14 +135,21 @@ class Ledger:
         """
         if not 0 <= start <= at_step <= self.steps:
             raise ValueError(f"need 0 <= {start} <= {at_step} <= {self.steps} steps")
-        rows = self.parameters[parameter]
+        transitions = self._transitions(parameter)
         c = np.zeros(at_step - start)
-        functional = np.array([1.0, 0.0])
+        p, r = 1.0, 0.0
         for t in range(at_step - 1, start - 1, -1):
-            a, b = rows[t].transition()
-            c[t - start] = functional @ b
-            functional = functional @ a
-        return Coefficients(float(functional[0]), float(functional[1]), c)
+            ((a, b), (e, f)), (g, h) = transitions[t]
+            c[t - start] = p * g + r * h
+            p, r = p * a + r * e, p * b + r * f
+        return Coefficients(p, r, c)
+
+    def _transitions(self, parameter: str) -> list[tuple[list[list[float]], list[float]]]:
+        """Every step's (A, B) of a parameter, as plain floats: the recursion is scalar work."""
+        if parameter not in self._cache:
+            pairs = (row.transition() for row in self.parameters[parameter])
+            self._cache[parameter] = [(a.tolist(), b.tolist()) for a, b in pairs]
+        return self._cache[parameter]
 
 
 def to_parquet(rows: Sequence[LedgerRow]) -> bytes:

@@ -26,7 +26,9 @@ class EngineError(Exception):
     code: ClassVar[str] = "INTERNAL"
     default_reason: ClassVar[str] = "INTERNAL"
 
-    def __init__(self, message: str, *, field: str | None = None, reason: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, field: str | None = None, reason: str | None = None
+    ) -> None:
         super().__init__(message)
         self.field = field
         self.reason = reason or self.default_reason

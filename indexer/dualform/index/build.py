@@ -1,0 +1,360 @@
+"""Build an index from a recording.
+
+The build streams: for each row space, shard by shard, each layer's keys and values are read pass by
+pass, put in the order of the shard's sidecar and written with their digest. Memory is bounded by
+the shard (two buffers of its bytes), whatever the recording's length.
+
+Everything is written below a hidden directory beside the target and renamed at the end: a build
+that was killed leaves no index, and the next one starts afresh.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import io
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from safetensors.numpy import save as save_safetensors
+
+from dualform.index.norms import KeyNorms
+from dualform.index.shards import ShardFile, ShardWriter
+from dualform.store.errors import ExistsError
+from dualform.store.files import FileEntry, digest, sync_directory, write_atomic
+from dualform.store.grouping import group
+from dualform.store.index import (
+    IndexLayer,
+    IndexManifest,
+    LayerShard,
+    RowSpace,
+    SpaceShard,
+    layer_directory,
+)
+from dualform.store.ledger import to_parquet
+from dualform.store.recording import LayerSpec, PassRecord, Recording
+
+SHARD_ROWS = 65_536
+"""Rows of a shard at most."""
+
+SHARD_BYTES = 256 << 20
+"""Bytes of a shard's file at most: where rows are wide, a shard has fewer. The build holds two."""
+
+Progress = Callable[[int, int], None]
+
+
+def build_index(
+    recording: Path | str,
+    index: Path | str,
+    *,
+    values: bool = True,
+    shard_rows: int = SHARD_ROWS,
+    progress: Progress | None = None,
+) -> None:
+    """Publish a recording as an index.
+
+    Args:
+        recording: A recording's directory; one that was cut short is indexed up to its last commit.
+        index: The directory to create. It appears at the end, whole.
+        values: False leaves the values out: attention weights only, no dual output.
+        shard_rows: Rows per shard at most.
+        progress: Called with (bytes written, bytes to write).
+
+    Raises:
+        ExistsError: The target exists, or another build is writing it.
+        NotFoundError, VersionError, DamagedError: The recording can't be read.
+        ValueError: The recording holds no step, or shard_rows < 1.
+    """
+    if shard_rows < 1:
+        raise ValueError(f"shard_rows is {shard_rows}; it must be at least 1")
+    target = Path(index).absolute()
+    source = Recording.open(Path(recording))
+    if source.steps == 0:
+        raise ValueError(f"{recording} holds no committed step yet; there is nothing to index")
+    with _workspace(target) as directory:
+        _Build(source, directory, values and source.manifest.values, shard_rows, progress).run()
+
+
+@contextmanager
+def _workspace(target: Path) -> Iterator[Path]:
+    """A locked, empty directory beside the target that becomes the target on success."""
+    if target.exists():
+        raise ExistsError(
+            f"{target} exists; an index is never overwritten: remove it or choose another path"
+        )
+    target.parent.mkdir(parents=True, exist_ok=True)
+    directory = target.with_name(f".{target.name}.partial")
+    lock_path = target.with_name(f".{target.name}.lock")
+    with open(lock_path, "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ExistsError(f"another build is writing {target}; wait for it to end") from None
+        try:
+            if directory.exists():
+                shutil.rmtree(directory)
+            directory.mkdir()
+            yield directory
+            os.rename(directory, target)
+            sync_directory(target.parent)
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+            lock_path.unlink(missing_ok=True)
+
+
+@dataclass
+class _Space:
+    """Layers that saw the same passes, and the row at which each pass starts."""
+
+    layers: list[str]
+    blocks: list[int]
+    starts: np.ndarray
+    shards: list[SpaceShard] = field(default_factory=list)
+
+    @property
+    def rows(self) -> int:
+        return int(self.starts[-1])
+
+    def passes_in(self, start: int, stop: int) -> range:
+        """The passes that overlap rows [start, stop)."""
+        first = int(np.searchsorted(self.starts, start, side="right")) - 1
+        last = int(np.searchsorted(self.starts, stop, side="left"))
+        return range(first, last)
+
+
+@dataclass(frozen=True)
+class _PendingShard:
+    """A layer's shard whose files are still being written."""
+
+    keys: Future[FileEntry]
+    values: Future[FileEntry] | None
+    norms: KeyNorms
+
+    def result(self) -> LayerShard:
+        return LayerShard(
+            keys=self.keys.result(),
+            values=None if self.values is None else self.values.result(),
+            max_norm=self.norms.max_norm,
+            nonfinite=self.norms.nonfinite(),
+        )
+
+
+class _Build:
+    def __init__(
+        self,
+        source: Recording,
+        directory: Path,
+        values: bool,
+        shard_rows: int,
+        progress: Progress | None,
+    ) -> None:
+        self._source = source
+        self._directory = directory
+        self._values = values
+        self._shard_rows = shard_rows
+        self._progress = progress
+        self._spaces = _row_spaces(source)
+        self._done = 0
+        self._total = sum(
+            space.rows * 4 * self._width(source.manifest.layers[name])
+            for space in self._spaces
+            for name in space.layers
+        )
+
+    def _width(self, layer: LayerSpec) -> int:
+        return int(layer.d_in + (layer.d_out if self._values else 0))
+
+    def run(self) -> None:
+        (self._directory / "rows").mkdir()
+        for name in self._source.manifest.layers:
+            (self._directory / layer_directory(name)).mkdir(parents=True)
+        layers = self._source.manifest.layers
+        pending: dict[str, list[_PendingShard]] = {name: [] for name in layers}
+        with ShardWriter(self._directory, self._largest_file()) as writer:
+            for number, space in enumerate(self._spaces):
+                step = self._rows_per_shard(space)
+                for start in range(0, space.rows, step):
+                    stop = min(start + step, space.rows)
+                    positions = self._write_sidecar(number, space, start, stop)
+                    for name in space.layers:
+                        shard = self._write_layer(
+                            writer, layers[name], space, positions, start, stop
+                        )
+                        pending[name].append(shard)
+        self._finish({name: tuple(p.result() for p in own) for name, own in pending.items()})
+
+    def _rows_per_shard(self, space: _Space) -> int:
+        """The rows of a shard: fewer than asked for where a file would outgrow its bytes."""
+        layers = [self._source.manifest.layers[name] for name in space.layers]
+        widest = max(max(layer.d_in, layer.d_out) for layer in layers)
+        return max(1, min(self._shard_rows, SHARD_BYTES // (4 * widest)))
+
+    def _largest_file(self) -> int:
+        sizes = [
+            min(self._rows_per_shard(space), space.rows) * 4 * max(layer.d_in, layer.d_out)
+            for space in self._spaces
+            for layer in (self._source.manifest.layers[name] for name in space.layers)
+        ]
+        return max(sizes, default=0) + 4096
+
+    def _write_sidecar(self, number: int, space: _Space, start: int, stop: int) -> np.ndarray:
+        """Write the sidecar of rows [start, stop); return each row's position inside the shard."""
+        passes = space.passes_in(start, stop)
+        table = self._source.read_rows([space.blocks[i] for i in passes])
+        table = table.slice(start - int(space.starts[passes[0]]), stop - start)
+        order = _grouped_order(table)
+        row = pa.array(np.arange(start, stop)[order])
+        table = table.take(pa.array(order)).combine_chunks().add_column(0, "row", row)
+        sink = io.BytesIO()
+        pq.write_table(table, sink, compression="zstd")
+        name = f"rows/{number}-{len(space.shards):06}.parquet"
+        entry = write_atomic(self._directory / name, sink.getvalue())
+        space.shards.append(
+            SpaceShard(FileEntry(name, entry.bytes, entry.xxh3), start, stop - start)
+        )
+        positions = np.empty(stop - start, np.int64)
+        positions[order] = np.arange(stop - start)
+        return positions
+
+    def _write_layer(
+        self,
+        writer: ShardWriter,
+        layer: LayerSpec,
+        space: _Space,
+        positions: np.ndarray,
+        start: int,
+        stop: int,
+    ) -> _PendingShard:
+        """Fill and hand over the layer's keys, then its values, of rows [start, stop)."""
+        norms = KeyNorms(stop - start)
+        stem = f"{layer_directory(layer.name)}/{len(space.shards) - 1:06}"
+
+        def pieces(d: int, *, values: bool) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+            records = self._source.passes(layer.name)
+            for i in space.passes_in(start, stop):
+                begin = int(space.starts[i])
+                first, last = max(begin, start), min(int(space.starts[i + 1]), stop)
+                rows = self._read(records[i], d, values=values)[first - begin : last - begin]
+                yield positions[first - start : last - start], rows
+                self._advance(rows.nbytes)
+
+        def fill_keys(file: ShardFile) -> None:
+            for where, rows in pieces(layer.d_in, values=False):
+                file.put(where, rows)
+                norms.add(where, rows)
+
+        def fill_values(file: ShardFile) -> None:
+            for where, rows in pieces(layer.d_out, values=True):
+                file.put(where, rows)
+
+        rows = stop - start
+        keys = writer.keys(f"{stem}.keys.faiss", rows, layer.d_in, fill_keys)
+        values = None
+        if self._values:
+            values = writer.values(f"{stem}.values.npy", rows, layer.d_out, fill_values)
+        return _PendingShard(keys, values, norms)
+
+    def _read(self, record: PassRecord, d: int, *, values: bool) -> np.ndarray:
+        out = np.empty((record.rows, d), "<f4")
+        read = self._source.read_values if values else self._source.read_keys
+        read(record, out.reshape(-1).view(np.uint8))
+        return out
+
+    def _advance(self, size: int) -> None:
+        self._done += size
+        if self._progress is not None:
+            self._progress(self._done, self._total)
+
+    def _finish(self, shards: dict[str, tuple[LayerShard, ...]]) -> None:
+        source = self._source
+        ledger_rows = [
+            row for parameter in source.ledger().parameters.values() for row in parameter
+        ]
+        initial, final = source.initial(), source.final()
+        layers = {}
+        for number, space in enumerate(self._spaces):
+            for name in space.layers:
+                spec = source.manifest.layers[name]
+                layers[name] = IndexLayer(
+                    name=name,
+                    kind=spec.kind,
+                    d_in=spec.d_in,
+                    d_out=spec.d_out,
+                    weight=spec.weight,
+                    bias=spec.bias,
+                    space=number,
+                    values=self._values,
+                    inexact=tuple(source.marks.get(name, ())),
+                    initial=self._write_state(spec, "initial", initial),
+                    final=None if final is None else self._write_state(spec, "final", final),
+                    shards=shards[name],
+                )
+        manifest = IndexManifest(
+            steps=source.steps,
+            optimizer=source.manifest.optimizer,
+            complete=source.complete,
+            ledger=write_atomic(self._directory / "ledger.parquet", to_parquet(ledger_rows)),
+            examples=self._write_examples(),
+            layers={name: layers[name] for name in source.manifest.layers},
+            spaces=tuple(RowSpace(space.rows, tuple(space.shards)) for space in self._spaces),
+        )
+        manifest.save(self._directory)
+        for path in (self._directory / "layers").iterdir():
+            sync_directory(path)
+        sync_directory(self._directory)
+
+    def _write_state(self, spec: LayerSpec, which: str, state: dict[str, np.ndarray]) -> FileEntry:
+        """The layer's weight, bias and momentum buffers, by the names the recording uses."""
+        parameters = [spec.weight] + ([] if spec.bias is None else [spec.bias])
+        names = [n for p in parameters for n in (p, f"momentum:{p}") if n in state]
+        data = save_safetensors({n: np.ascontiguousarray(state[n]) for n in names})
+        name = f"{layer_directory(spec.name)}/{which}.safetensors"
+        entry = write_atomic(self._directory / name, data)
+        return FileEntry(name, entry.bytes, entry.xxh3)
+
+    def _write_examples(self) -> FileEntry | None:
+        path = self._directory / "examples.parquet"
+        writer: pq.ParquetWriter | None = None
+        for table in self._source.example_tables():
+            if writer is None:
+                writer = pq.ParquetWriter(path, table.schema, compression="none")
+            writer.write_table(table)
+        if writer is None:
+            return None
+        writer.close()
+        with open(path, "rb+") as file:
+            os.fsync(file.fileno())
+            data = file.read()
+        return FileEntry(path.name, len(data), digest(data))
+
+
+def _row_spaces(source: Recording) -> list[_Space]:
+    """Layers whose passes refer to the same blocks in the same order share a row space."""
+    spaces: dict[bytes, _Space] = {}
+    for name in source.manifest.layers:
+        blocks = [record.block for record in source.passes(name)]
+        key = hashlib.sha256(np.array(blocks, np.int64).tobytes()).digest()
+        if key not in spaces:
+            sizes = [record.rows for record in source.passes(name)]
+            starts = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+            spaces[key] = _Space([], blocks, starts)
+        spaces[key].layers.append(name)
+    return list(spaces.values())
+
+
+def _grouped_order(table: pa.Table) -> np.ndarray:
+    """Row numbers sorted by (task, label), nulls last, in row order inside a group."""
+    keys = [
+        group(table[name].combine_chunks()).codes
+        for name in ("label", "task")
+        if name in table.column_names
+    ]
+    return np.lexsort(keys) if keys else np.arange(len(table))

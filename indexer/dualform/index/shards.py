@@ -1,0 +1,140 @@
+"""Shard files as they are filled and written: rows scattered into place, hashed, written directly.
+
+A file is put together in one page-aligned buffer and written by a thread of its own, so that
+hashing and writing overlap with filling the next file. Direct I/O, where the file system has it,
+costs a small part of the CPU time of buffered writes and leaves the page cache alone.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import queue
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from dualform.store.files import FileEntry, digest
+from dualform.store.index import faiss_header, npy_header
+
+_ALIGNMENT = 4096
+_WRITE = 16 << 20
+_BUFFERS = 2
+
+
+class ShardFile:
+    """One file of float32 rows, being filled.
+
+    Args:
+        header: What the file starts with.
+        rows: Number of rows.
+        d: Floats per row.
+        memory: Page-aligned buffer for the whole file.
+    """
+
+    def __init__(self, header: bytes, rows: int, d: int, memory: mmap.mmap) -> None:
+        self._memory = memory
+        self._bytes = len(header) + rows * d * 4
+        memory[: len(header)] = header
+        floats = np.frombuffer(memory, np.uint8, rows * d * 4, offset=len(header))
+        # One opaque item per row: scattering rows copies memory and nothing else.
+        self._rows = floats.view(np.dtype((np.void, d * 4)))
+
+    def put(self, positions: np.ndarray, rows: np.ndarray) -> None:
+        """Copy rows, float32 [n, d] and contiguous, to these positions."""
+        self._rows[positions] = rows.reshape(-1).view(self._rows.dtype)
+
+    def write(self, directory: Path, name: str) -> FileEntry:
+        """Write and fsync the file.
+
+        Returns:
+            Its entry for the manifest.
+        """
+        view = memoryview(self._memory)[: self._bytes]
+        _write_file(directory / name, self._memory, self._bytes)
+        return FileEntry(name, self._bytes, digest(view))
+
+
+class ShardWriter:
+    """Hands out files to fill and writes them in the background, two in memory at most.
+
+    Leaving it as a context manager waits for the last write.
+    """
+
+    def __init__(self, directory: Path, largest: int) -> None:
+        """
+        Args:
+            directory: The index under construction.
+            largest: Bytes of the largest file.
+        """
+        self._directory = directory
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="dualform-shard-writer")
+        self._free: queue.Queue[mmap.mmap] = queue.Queue()
+        for _ in range(_BUFFERS):
+            self._free.put(mmap.mmap(-1, _round_up(largest)))
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=error is not None)
+
+    def keys(
+        self, name: str, rows: int, d: int, fill: Callable[[ShardFile], None]
+    ) -> Future[FileEntry]:
+        """Fill a keys file, then write it in the background; its entry is the future's result."""
+        return self._fill(name, faiss_header(d, rows), rows, d, fill)
+
+    def values(
+        self, name: str, rows: int, d: int, fill: Callable[[ShardFile], None]
+    ) -> Future[FileEntry]:
+        """Likewise a values file."""
+        return self._fill(name, npy_header(rows, d), rows, d, fill)
+
+    def _fill(
+        self, name: str, header: bytes, rows: int, d: int, fill: Callable[[ShardFile], None]
+    ) -> Future[FileEntry]:
+        memory = self._free.get()
+        file = ShardFile(header, rows, d, memory)
+        fill(file)
+
+        def write() -> FileEntry:
+            try:
+                return file.write(self._directory, name)
+            finally:
+                self._free.put(memory)
+
+        return self._thread.submit(write)
+
+
+def _round_up(size: int) -> int:
+    return max(_ALIGNMENT, -(-size // _ALIGNMENT) * _ALIGNMENT)
+
+
+def _write_file(path: Path, memory: mmap.mmap, size: int) -> None:
+    """Write the first `size` bytes of page-aligned memory; direct where that is possible."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    try:
+        fd = os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o644)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        fd = os.open(path, flags, 0o644)
+    try:
+        view = memoryview(memory)
+        done, end = 0, _round_up(size)
+        while done < end:
+            done += os.pwrite(fd, view[done : min(done + _WRITE, end)], done)
+        os.ftruncate(fd, size)
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,40 @@
+"""Rows by the values of a metadata column: the order that shards and answers share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """Rows by the values of one column.
+
+    Attributes:
+        values: The column's distinct values, ascending, null last.
+        codes: int32 [rows]: each row's place in `values`.
+    """
+
+    values: pa.Array
+    codes: np.ndarray
+
+
+def group(column: pa.Array) -> Grouping:
+    """Group rows by a column of int64, float64, string or bool."""
+    encoded = column.dictionary_encode()
+    values = encoded.dictionary
+    if pa.types.is_boolean(values.type):  # pyarrow does not sort them
+        order = np.argsort(values.to_numpy(zero_copy_only=False), kind="stable")
+    else:
+        order = pc.array_sort_indices(values).to_numpy()
+    rank = np.empty(len(order) + 1, np.int32)
+    rank[order] = np.arange(len(order), dtype=np.int32)
+    rank[-1] = len(order)  # null
+    codes = encoded.indices.fill_null(len(order)).to_numpy(zero_copy_only=False)
+    values = values.take(pa.array(order))
+    if column.null_count:
+        values = pa.concat_arrays([values, pa.nulls(1, values.type)])
+    return Grouping(values, rank[codes])

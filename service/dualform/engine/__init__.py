@@ -1,0 +1,17 @@
+"""Exact answers over an index: top-k, sums, dual output (docs/exactness.md)."""
+
+from dualform.engine.index import Index, Layer
+from dualform.engine.results import Coverage, DualOutput, Sums, TopK
+from dualform.engine.verify import LayerReport, VerifyReport, verify_index
+
+__all__ = [
+    "Coverage",
+    "DualOutput",
+    "Index",
+    "Layer",
+    "LayerReport",
+    "Sums",
+    "TopK",
+    "VerifyReport",
+    "verify_index",
+]

@@ -1,0 +1,125 @@
+"""Filters: a `dualform.v1.Filter` over a sidecar's columns gives the rows that take part.
+
+SQL's three-valued logic, computed by pyarrow: a comparison with null is neither true nor false.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import reduce
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from dualform.engine.errors import InvalidArgumentError
+from dualform.v1 import attribution_pb2 as pb
+
+MAX_DEPTH = 64
+"""Filters nested deeper than this are refused."""
+
+_COMPARE = {
+    pb.OPERATOR_EQ: pc.equal,
+    pb.OPERATOR_NE: pc.not_equal,
+    pb.OPERATOR_LT: pc.less,
+    pb.OPERATOR_LE: pc.less_equal,
+    pb.OPERATOR_GT: pc.greater,
+    pb.OPERATOR_GE: pc.greater_equal,
+}
+
+
+def evaluate(where: pb.Filter, columns: Mapping[str, pa.Array]) -> np.ndarray:
+    """Which rows a filter selects.
+
+    Args:
+        where: The filter; one without a kind selects everything.
+        columns: Equally long arrays by name: int64, float64, string (also as dictionary), bool.
+
+    Returns:
+        bool [rows].
+
+    Raises:
+        InvalidArgumentError: Unknown column, a literal of the wrong type, wrong number of values,
+            nested too deeply.
+    """
+    mask = _evaluate(where, columns, 0)
+    return np.asarray(pc.fill_null(mask, False).to_numpy(zero_copy_only=False), dtype=bool)
+
+
+def _evaluate(where: pb.Filter, columns: Mapping[str, pa.Array], depth: int) -> pa.Array:
+    if depth > MAX_DEPTH:
+        raise _refuse(f"the filter is nested deeper than {MAX_DEPTH} levels; flatten it")
+    kind = where.WhichOneof("kind")
+    if kind == "comparison":
+        return _comparison(where.comparison, columns)
+    if kind == "negated":
+        return pc.invert(_evaluate(where.negated, columns, depth + 1))
+    if kind in ("all_of", "any_of"):
+        parts = [_evaluate(f, columns, depth + 1) for f in getattr(where, kind).filters]
+        if not parts:
+            raise _refuse(f"{kind} holds no filters; leave it out, or give it one")
+        return reduce(pc.and_kleene if kind == "all_of" else pc.or_kleene, parts)
+    rows = len(next(iter(columns.values())))
+    return pa.array(np.ones(rows, bool))
+
+
+def _comparison(comparison: pb.Comparison, columns: Mapping[str, pa.Array]) -> pa.Array:
+    name, operator = comparison.column, comparison.operator
+    column = columns.get(name)
+    if column is None:
+        raise _refuse(f"unknown column {name!r}; the columns are {', '.join(columns)}")
+    values = [_literal(value, name, column.type) for value in comparison.values]
+    if operator == pb.OPERATOR_IS_NULL:
+        if values:
+            raise _refuse(f"{name} IS_NULL takes no values, not {len(values)}")
+        return pc.is_null(column)
+    if operator == pb.OPERATOR_IN:
+        return _in(column, values)
+    if operator not in _COMPARE:
+        raise _refuse(f"unknown operator {operator} on column {name!r}")
+    if len(values) != 1:
+        raise _refuse(f"a comparison with {name} takes one value, not {len(values)}")
+    return _COMPARE[operator](column, pa.scalar(values[0]))
+
+
+def _in(column: pa.Array, values: list[Any]) -> pa.Array:
+    """Membership; null for a null row, as SQL has it (pyarrow's is_in says false)."""
+    if not values:
+        return pc.and_kleene(pc.is_null(column), pa.scalar(None, pa.bool_()))
+    numeric = any(isinstance(value, float) for value in values)
+    if numeric and pa.types.is_integer(column.type):
+        values = [int(value) for value in values if float(value).is_integer()]
+    is_in = pc.is_in(column, value_set=pa.array(values, type=_plain(column.type)))
+    return pc.if_else(pc.is_null(column), pa.scalar(None, pa.bool_()), is_in)
+
+
+def _literal(value: pb.Value, name: str, column_type: pa.DataType) -> Any:
+    kind = value.WhichOneof("kind")
+    if kind is None:
+        raise _refuse(f"a comparison of {name} with null selects nothing; use `{name} is null`")
+    literal = getattr(value, kind)
+    plain = _plain(column_type)
+    if pa.types.is_string(plain) or pa.types.is_large_string(plain):
+        allowed: tuple[str, ...] = ("string_value",)
+    elif pa.types.is_boolean(plain):
+        allowed = ("bool_value",)
+    else:
+        allowed = ("int64_value", "double_value")
+    if kind not in allowed:
+        raise _refuse(
+            f"column {name!r} is {plain}; it can't be compared with {literal!r}, "
+            f"a {kind.removesuffix('_value')}"
+        )
+    if kind == "double_value" and math.isnan(literal):
+        raise _refuse(f"column {name!r} can't be compared with NaN")
+    return literal
+
+
+def _plain(column_type: pa.DataType) -> pa.DataType:
+    return column_type.value_type if pa.types.is_dictionary(column_type) else column_type
+
+
+def _refuse(message: str) -> InvalidArgumentError:
+    return InvalidArgumentError(message, field="where", reason="INVALID_FILTER")

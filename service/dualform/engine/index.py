@@ -1,0 +1,449 @@
+"""An opened index: what can be asked of it, and the checks that every question passes first."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+import numpy as np
+import pyarrow as pa
+import torch
+from safetensors.numpy import load as load_safetensors
+
+from dualform.engine import output, sums, topk
+from dualform.engine.errors import (
+    DataLossError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NotFoundError,
+)
+from dualform.engine.examples import Examples
+from dualform.engine.results import Coverage, DualOutput, Sums, TopK
+from dualform.engine.rows import Rows
+from dualform.engine.shards import Shard, ShardFile, Stop
+from dualform.store.errors import DamagedError
+from dualform.store.files import FileEntry, check_digest, read_checked
+from dualform.store.index import REBUILD, IndexLayer, IndexManifest
+from dualform.v1 import attribution_pb2 as pb
+
+Order = Literal["largest", "smallest", "absolute"]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer of an opened index.
+
+    Attributes:
+        manifest: Names, shapes and marks, as published.
+        space: Its row space.
+        shards: Its shards, in order of position.
+        finite: bool [rows], by position: which keys are finite.
+    """
+
+    manifest: IndexLayer
+    space: Rows
+    shards: tuple[Shard, ...]
+    finite: np.ndarray = field(repr=False)
+
+    @property
+    def name(self) -> str:
+        return self.manifest.name
+
+    @property
+    def kind(self) -> str:
+        return self.manifest.kind
+
+    @property
+    def d_in(self) -> int:
+        return self.manifest.d_in
+
+    @property
+    def d_out(self) -> int:
+        return self.manifest.d_out
+
+    @property
+    def bias(self) -> bool:
+        return self.manifest.bias is not None
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return self.space.total
+
+    @property
+    def row_space(self) -> int:
+        """Number of its row space: layers with the same number share row ids and metadata."""
+        return self.manifest.space
+
+    @property
+    def values(self) -> bool:
+        """Whether the index holds values, and so dual outputs."""
+        return self.manifest.values
+
+    @property
+    def inexact(self) -> list[tuple[int, str]]:
+        """From which step on the dual form is not exact, and why; empty where it is throughout."""
+        return [(mark.from_step, mark.reason) for mark in self.manifest.inexact]
+
+    def keys_at(self, positions: np.ndarray) -> torch.Tensor:
+        """Keys at these positions, int64 [m] and ascending: float32 [m, d_in], aligned."""
+        parts = []
+        bounds = np.searchsorted(positions, self.space.starts)
+        for shard, first, last in zip(self.shards, bounds, bounds[1:], strict=False):
+            if first < last:
+                inside = torch.from_numpy(positions[first:last] - shard.start)
+                parts.append(torch.index_select(shard.keys.rows(), 0, inside))
+        return torch.cat(parts)
+
+    @property
+    def columns(self) -> list[tuple[str, pa.DataType]]:
+        """Metadata columns and their types."""
+        return [(name, column.type) for name, column in self.space.columns.items()]
+
+
+class Index:
+    """A published index, open for questions. Thread-safe; use as a context manager or `close()`.
+
+    Every method raises subclasses of `dualform.engine.errors.EngineError`: NotFoundError for an
+    unknown layer, InvalidArgumentError for a bad argument (with its field), FailedPreconditionError
+    where the index can't answer, DataLossError for a damaged file, CancelledError once `stop()`
+    is true.
+
+    Attributes:
+        path: The index's directory.
+        steps: Optimizer steps of the training run.
+        optimizer: The optimizer's class name.
+        layers: By name, as in `model.named_modules()`.
+        damage: None, or what was found damaged; questions that need it are refused.
+    """
+
+    def __init__(self, path: Path, *, device: torch.device, use_faiss: bool) -> None:
+        self.path = path
+        self.damage: str | None = None
+        self._device = device
+        self._use_faiss = use_faiss
+        self._manifest = IndexManifest.load(path)
+        self._ledger = self._manifest.load_ledger(path)
+        self._rows = [Rows(path, space) for space in self._manifest.spaces]
+        self.layers: Mapping[str, Layer] = {
+            name: self._open_layer(layer) for name, layer in self._manifest.layers.items()
+        }
+        self._examples = Examples(path, self._manifest.examples)
+        self._closed = threading.Event()
+
+    @classmethod
+    def open(cls, path: Path | str, *, device: str = "auto", use_faiss: bool = True) -> Index:
+        """Open an index.
+
+        Args:
+            path: Its directory.
+            device: "cpu", "cuda", or "auto": cuda where torch has it.
+            use_faiss: Let FAISS propose rows where it can; False scans with torch alone.
+
+        Raises:
+            dualform.store.StoreError: No index there, a newer one, or a damaged one.
+            ValueError: The device is none, or not there.
+        """
+        return cls(Path(path), device=_device(device), use_faiss=use_faiss)
+
+    def __enter__(self) -> Index:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Refuse further questions. Maps are released when the last answer is done."""
+        self._closed.set()
+
+    @property
+    def steps(self) -> int:
+        return self._manifest.steps
+
+    @property
+    def optimizer(self) -> str:
+        return self._manifest.optimizer
+
+    @property
+    def complete(self) -> bool:
+        """Whether training's recording was closed in an orderly way."""
+        return self._manifest.complete
+
+    def layer(self, name: str) -> Layer:
+        """A layer by name, or NotFoundError with the names there are."""
+        if self._closed.is_set():
+            raise FailedPreconditionError(f"the index {self.path.name} is closed")
+        if name not in self.layers:
+            raise NotFoundError(
+                f"no layer {name!r}; the layers are {', '.join(map(repr, self.layers))}",
+                field="layer",
+                reason="UNKNOWN_LAYER",
+            )
+        return self.layers[name]
+
+    def top_k(
+        self,
+        layer: str,
+        queries: np.ndarray,
+        k: int,
+        *,
+        where: pb.Filter | None = None,
+        group_by: str | None = None,
+        order: Order = "largest",
+        stop: Stop | None = None,
+    ) -> TopK:
+        """The k rows with the largest, smallest or largest absolute attention weight.
+
+        Args:
+            layer: The layer's name.
+            queries: float32 [n, d_in], finite.
+            k: At least 1.
+            where: Which rows take part; None for all.
+            group_by: A metadata column: the k best rows of each of its values.
+            order: "absolute" sorts by |score| descending; scores stay signed.
+            stop: Asked between tiles.
+        """
+        own = self.layer(layer)
+        query = _checked(queries, own.manifest)
+        if k < 1:
+            raise InvalidArgumentError(f"k is {k}; it must be at least 1", field="k")
+        if order not in ("largest", "smallest", "absolute"):
+            raise InvalidArgumentError(
+                f"order is {order!r}; it is one of largest, smallest, absolute", field="order"
+            )
+        grouping = None if group_by is None else own.space.grouping(group_by)
+        mask = own.space.select(where)
+        with self._guarded():
+            scan = topk.Scan(own, query, k, order, grouping, self._device, self._use_faiss, stop)
+            positions, scores = scan.run(mask & own.finite)
+        shape = (len(query), k) if grouping is None else (len(query), len(grouping.values), k)
+        found = positions >= 0
+        ids = np.where(found, own.space.ids[np.where(found, positions, 0)], -1)
+        return TopK(
+            rows=ids.reshape(shape),
+            scores=scores.reshape(shape),
+            groups=None if grouping is None else grouping.values,
+            columns=own.space.take(positions.reshape(-1)),
+            coverage=_coverage(own, mask),
+        )
+
+    def sums(
+        self,
+        layer: str,
+        queries: np.ndarray,
+        group_by: str,
+        *,
+        absolute: bool = False,
+        where: pb.Filter | None = None,
+        stop: Stop | None = None,
+    ) -> Sums:
+        """Total attention weight, signed or absolute, per group.
+
+        A key that is not finite makes its group's total NaN: nothing is left out silently.
+
+        Args:
+            layer: The layer's name.
+            queries: float32 [n, d_in], finite.
+            group_by: A metadata column.
+            absolute: Sum |weight|.
+            where: Which rows take part; None for all.
+            stop: Asked between tiles.
+        """
+        own = self.layer(layer)
+        query = _checked(queries, own.manifest)
+        grouping = own.space.grouping(group_by)
+        mask = own.space.select(where)
+        with self._guarded():
+            totals = sums.scan(own, query, grouping, absolute, mask, self._device, stop)
+        counts = np.bincount(grouping.codes[mask], minlength=len(grouping.values))
+        return Sums(grouping.values, totals, counts.astype(np.int64), _coverage(own, mask))
+
+    def dual_output(
+        self,
+        layer: str,
+        queries: np.ndarray,
+        *,
+        where: pb.Filter | None = None,
+        at_step: int | None = None,
+        group_by: str | None = None,
+        stop: Stop | None = None,
+    ) -> DualOutput:
+        """The layer's output as initial part plus the sum of the rows' contributions.
+
+        Eq. dual_linear of Irie et al. (2022), with the coefficients that the optimizer's settings
+        imply: a row of step t adds (c_t x_t.x + c'_t) e_t, primes for the bias.
+
+        Args:
+            layer: The layer's name.
+            queries: float32 [n, d_in], finite.
+            where: Which rows take part; the initial part always stays.
+            at_step: After so many steps, 0 to `steps`; None for the trained layer.
+            group_by: A metadata column: the output split by its values, the initial part beside.
+            stop: Asked between tiles.
+        """
+        own = self.layer(layer)
+        query = _checked(queries, own.manifest)
+        end = self.steps if at_step is None else at_step
+        if not 0 <= end <= self.steps:
+            raise InvalidArgumentError(
+                f"at_step is {at_step}; training had {self.steps} steps, so it is one of 0 to "
+                f"{self.steps}",
+                field="at_step",
+            )
+        self._check_output(own, end)
+        grouping = None if group_by is None else own.space.grouping(group_by)
+        mask = own.space.select(where, before_step=end)
+        with self._guarded():
+            state = self._state(own.manifest.initial)
+            coefficients = output.layer_coefficients(self._ledger, own.manifest, end)
+            initial = output.initial_part(own.manifest, state, coefficients, query)
+            totals = output.scan(own, query, coefficients, grouping, mask, self._device, stop)
+            trained = None
+            if at_step is None and own.manifest.final is not None:
+                final = self._state(own.manifest.final)
+                trained = output.plain_output(own.manifest, final, query).astype(np.float32)
+        counts = None
+        if grouping is None:
+            totals = totals[:, 0] + initial
+        else:
+            counts = np.bincount(grouping.codes[mask], minlength=len(grouping.values))
+            counts = counts.astype(np.int64)
+        return DualOutput(
+            values=totals.astype(np.float32),
+            initial=initial.astype(np.float32),
+            trained=trained,
+            groups=None if grouping is None else grouping.values,
+            counts=counts,
+            coverage=_coverage(own, mask),
+        )
+
+    def group_count(self, layer: str, group_by: str) -> int:
+        """How many groups a column makes."""
+        return len(self.layer(layer).space.grouping(group_by).values)
+
+    def examples(self, ids: Sequence[int | str]) -> list[bytes | str | None]:
+        """Payloads by example id, None where there is none."""
+        with self._guarded():
+            return self._examples.get(ids)
+
+    def ledger_coefficients(self, layer: str, at_step: int) -> output.LayerCoefficients:
+        """The coefficients that `dual_output(at_step=...)` uses."""
+        return output.layer_coefficients(self._ledger, self.layer(layer).manifest, at_step)
+
+    def state(self, layer: str, which: Literal["initial", "final"]) -> dict[str, np.ndarray] | None:
+        """A layer's stored tensors: weight, bias, momentum buffers; None where there are none."""
+        own = self.layer(layer).manifest
+        entry = own.initial if which == "initial" else own.final
+        with self._guarded():
+            return None if entry is None else self._state(entry)
+
+    def verify_files(self, stop: Stop | None = None) -> None:
+        """Hash every file against the manifest.
+
+        Raises:
+            DataLossError: One differs; `damage` says which from now on.
+        """
+        entries: list[FileEntry | None] = [self._manifest.ledger, self._manifest.examples]
+        for space in self._manifest.spaces:
+            entries += [shard.sidecar for shard in space.shards]
+        for layer in self._manifest.layers.values():
+            entries += [layer.initial, layer.final]
+            for shard in layer.shards:
+                entries += [shard.keys, shard.values]
+        with self._guarded():
+            for entry in entries:
+                if stop is not None and stop():
+                    return
+                if entry is not None:
+                    check_digest(self.path, entry, REBUILD)
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Turn damage found on the way into a refusal that lasts."""
+        try:
+            with torch.no_grad():
+                yield
+        except DamagedError as error:
+            self.damage = str(error)
+            raise DataLossError(str(error)) from None
+
+    def _open_layer(self, layer: IndexLayer) -> Layer:
+        rows = self._rows[layer.space]
+        space = self._manifest.spaces[layer.space]
+        shards = []
+        for place, own in zip(space.shards, layer.shards, strict=True):
+            keys = ShardFile(self.path, own.keys, place.rows, layer.d_in, "keys")
+            values = None
+            if own.values is not None:
+                values = ShardFile(self.path, own.values, place.rows, layer.d_out, "values")
+            shards.append(Shard(place.start, place.rows, keys, values, own.max_norm, own.nonfinite))
+        finite = [shard.finite() for shard in shards]
+        return Layer(layer, rows, tuple(shards), np.concatenate(finite or [np.ones(0, bool)]))
+
+    def _state(self, entry: FileEntry) -> dict[str, np.ndarray]:
+        return dict(load_safetensors(read_checked(self.path, entry, REBUILD)))
+
+    def _check_output(self, layer: Layer, end: int) -> None:
+        if not layer.manifest.values:
+            raise FailedPreconditionError(
+                f"layer {layer.manifest.name!r} was recorded or indexed without values, so it has "
+                "no dual output; record with values=True and build with --values",
+                field="layer",
+                reason="NO_VALUES",
+            )
+        for mark in layer.manifest.inexact:
+            if mark.from_step < end:
+                raise FailedPreconditionError(
+                    f"the dual output of layer {layer.manifest.name!r} is not exact from step "
+                    f"{mark.from_step} on: {mark.reason}; ask with at_step <= {mark.from_step}, or "
+                    "for weights (top-k, sums), which stay exact",
+                    field="layer",
+                    reason="INEXACT",
+                )
+
+
+def _checked(queries: np.ndarray, layer: IndexLayer) -> torch.Tensor:
+    """The queries as a contiguous float32 tensor, once they are what they should be."""
+    if queries.dtype != np.float32:
+        raise InvalidArgumentError(
+            f"queries are {queries.dtype}; they must be float32", field="queries"
+        )
+    if queries.ndim != 2 or queries.shape[1] != layer.d_in:
+        raise InvalidArgumentError(
+            f"queries have shape {list(queries.shape)}; layer {layer.name!r} takes "
+            f"[n, {layer.d_in}]",
+            field="queries",
+        )
+    if len(queries) == 0:
+        raise InvalidArgumentError("queries hold no row; ask with at least one", field="queries")
+    odd = np.flatnonzero(~np.isfinite(queries).all(axis=1))
+    if odd.size:
+        raise InvalidArgumentError(
+            f"query {odd[0]} holds NaN or Inf; queries must be finite", field="queries"
+        )
+    return torch.from_numpy(np.array(queries, dtype=np.float32, order="C"))
+
+
+def _coverage(layer: Layer, mask: np.ndarray) -> Coverage:
+    rows = int(np.count_nonzero(mask))
+    return Coverage(rows, layer.space.total, rows - int(np.count_nonzero(mask & layer.finite)))
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name not in ("cpu", "cuda"):
+        raise ValueError(f"device is {name!r}; it is one of auto, cpu, cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device is cuda, but torch finds no GPU; use auto or cpu")
+    return torch.device(name)

@@ -1,0 +1,82 @@
+"""What the engine answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """How many rows an answer covers.
+
+    Attributes:
+        rows: Rows that passed the filter (and lie before at_step).
+        total: Rows of the layer.
+        nonfinite: Of `rows`, those whose key is not finite: never ranked.
+    """
+
+    rows: int
+    total: int
+    nonfinite: int
+
+
+@dataclass(frozen=True)
+class TopK:
+    """The best rows, by (score in the order asked for, row id ascending).
+
+    Attributes:
+        rows: int64 [n, k] or [n, groups, k]; row ids, -1 where fewer rows match.
+        scores: float32, the same shape; NaN where fewer rows match.
+        groups: [groups], ascending, null last; None without group_by.
+        columns: Every metadata column of the rows, flattened row-major, null where padded.
+        coverage: Rows taken into account.
+    """
+
+    rows: np.ndarray
+    scores: np.ndarray
+    groups: pa.Array | None
+    columns: Mapping[str, pa.Array]
+    coverage: Coverage
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Total attention weight per group.
+
+    Attributes:
+        groups: [groups], ascending, null last.
+        values: float64 [n, groups].
+        counts: int64 [groups], rows per group.
+        coverage: Rows taken into account.
+    """
+
+    groups: pa.Array
+    values: np.ndarray
+    counts: np.ndarray
+    coverage: Coverage
+
+
+@dataclass(frozen=True)
+class DualOutput:
+    """A layer's output in dual form.
+
+    Attributes:
+        values: float32 [n, d_out] with the initial part, or the groups' parts [n, groups, d_out].
+        initial: float32 [n, d_out], what initial weights, biases and momentum buffers left behind.
+        trained: float32 [n, d_out], the output by the stored trained weights; None with at_step, or
+            where training did not end in an orderly way.
+        groups: [groups], ascending, null last; None without group_by.
+        counts: int64 [groups]; None without group_by.
+        coverage: Rows taken into account.
+    """
+
+    values: np.ndarray
+    initial: np.ndarray
+    trained: np.ndarray | None
+    groups: pa.Array | None
+    counts: np.ndarray | None
+    coverage: Coverage

@@ -1,0 +1,95 @@
+"""The rows of a row space: ids, metadata columns, groups, and which rows a filter selects.
+
+Rows are addressed by *position*: shards one after the other, inside a shard in the sidecar's order.
+Shards cover contiguous ranges of row ids, so positions and ids cover the same ranges.
+"""
+
+from __future__ import annotations
+
+import io
+import threading
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dualform.engine.errors import InvalidArgumentError
+from dualform.engine.filters import evaluate
+from dualform.store.errors import DamagedError
+from dualform.store.files import read_checked
+from dualform.store.grouping import Grouping, group
+from dualform.store.index import REBUILD, RowSpace
+from dualform.v1 import attribution_pb2 as pb
+
+
+class Rows:
+    """All rows of a row space, in memory; thread-safe.
+
+    Attributes:
+        total: Number of rows.
+        starts: int64 [shards + 1], the position at which each shard starts.
+        ids: int64 [total], the row id at each position.
+        columns: Metadata columns by name, [total], by position.
+    """
+
+    def __init__(self, directory: Path, space: RowSpace) -> None:
+        """
+        Raises:
+            DamagedError: A sidecar does not hold what was written.
+        """
+        tables = []
+        for shard in space.shards:
+            path = directory / shard.sidecar.name
+            data = read_checked(directory, shard.sidecar, REBUILD)
+            try:
+                table = pq.read_table(io.BytesIO(data))
+            except pa.ArrowException as error:
+                raise DamagedError(path, f"not a sidecar ({error})", REBUILD) from None
+            ids = np.sort(table["row"].to_numpy())
+            if not np.array_equal(ids, np.arange(shard.start, shard.start + shard.rows)):
+                raise DamagedError(path, "its row ids are not the shard's", REBUILD)
+            tables.append(table)
+        self.total = space.rows
+        self.starts = np.cumsum([0, *(shard.rows for shard in space.shards)], dtype=np.int64)
+        table = pa.concat_tables(tables)
+        self.ids = table["row"].to_numpy().astype(np.int64)
+        self.columns = {
+            name: table[name].combine_chunks() for name in table.column_names if name != "row"
+        }
+        self.steps = self.columns["step"].to_numpy(zero_copy_only=False).astype(np.int64)
+        self._groupings: dict[str, Grouping] = {}
+        self._lock = threading.Lock()
+
+    def grouping(self, column: str) -> Grouping:
+        """Group rows by a column.
+
+        Raises:
+            InvalidArgumentError: Unknown column.
+        """
+        if column not in self.columns:
+            raise InvalidArgumentError(
+                f"unknown column {column!r}; the columns are {', '.join(self.columns)}",
+                field="group_by",
+                reason="UNKNOWN_COLUMN",
+            )
+        with self._lock:
+            if column not in self._groupings:
+                self._groupings[column] = group(self.columns[column])
+            return self._groupings[column]
+
+    def select(self, where: pb.Filter | None, before_step: int | None = None) -> np.ndarray:
+        """Which rows take part.
+
+        Returns:
+            bool [total], by position.
+        """
+        mask = np.ones(self.total, bool) if where is None else evaluate(where, self.columns)
+        if before_step is not None:
+            mask &= self.steps < before_step
+        return mask
+
+    def take(self, positions: np.ndarray) -> dict[str, pa.Array]:
+        """Every column at these positions [n]; null where a position is negative."""
+        index = pa.array(positions, mask=positions < 0)
+        return {name: column.take(index) for name, column in self.columns.items()}

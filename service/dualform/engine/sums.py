@@ -1,0 +1,74 @@
+"""Total attention weight per group: float32 weights per tile, added in float64."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from dualform.engine.groups import runs
+from dualform.engine.shards import Stop
+from dualform.engine.weights import needs_float64, tile_weights
+from dualform.store.grouping import Grouping
+
+if TYPE_CHECKING:
+    from dualform.engine.index import Layer
+
+
+class GroupSum:
+    """Adds up weights per group.
+
+    Args:
+        queries: Number of queries.
+        grouping: The groups.
+        absolute: Add |weight|.
+        device: Where the weights are.
+    """
+
+    def __init__(
+        self, queries: int, grouping: Grouping, absolute: bool, device: torch.device
+    ) -> None:
+        self._grouping = grouping
+        self._absolute = absolute
+        shape = (len(grouping.values), queries)
+        self._totals = torch.zeros(shape, dtype=torch.float64, device=device)
+
+    def update(self, positions: np.ndarray, weights: torch.Tensor) -> None:
+        """Take a tile: positions int64 [rows], weights [n, rows]."""
+        if self._absolute:
+            weights = weights.abs()
+        found = runs(self._grouping.codes[positions])
+        if len(found.spans) > 64:
+            codes = torch.from_numpy(self._grouping.codes[positions]).to(weights.device)
+            self._totals.index_add_(0, codes, weights.T.double())
+            return
+        if found.order is not None:
+            weights = weights[:, found.order.to(weights.device)]
+        for group, first, last in found.spans:
+            self._totals[group] += weights[:, first:last].sum(1, dtype=torch.float64)
+
+    def result(self) -> np.ndarray:
+        """float64 [n, groups]."""
+        return np.ascontiguousarray(self._totals.T.cpu().numpy())
+
+
+def scan(
+    layer: Layer,
+    queries: torch.Tensor,
+    grouping: Grouping,
+    absolute: bool,
+    selected: np.ndarray,
+    device: torch.device,
+    stop: Stop | None,
+) -> np.ndarray:
+    """Sums of the selected rows, bool [total]; float64 [n, groups]."""
+    total = GroupSum(len(queries), grouping, absolute, device)
+    norms = torch.linalg.vector_norm(queries.double(), dim=1)
+    own = queries.to(device)
+    for shard in layer.shards:
+        wide = needs_float64(norms, shard)
+        inside = selected[shard.start : shard.start + shard.rows]
+        for tile in shard.tiles(inside, device=device, stop=stop):
+            total.update(tile.positions, tile_weights(own, tile.keys, wide=wide))
+    return total.result()

@@ -1,0 +1,85 @@
+"""Recordings made from arrays, for tests that want to choose every key and value themselves."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from dualform.index import build_index
+from dualform.store.ledger import LedgerRow
+from dualform.store.recording_format import ALIGNMENT, LayerSpec, RecordingManifest
+from dualform.store.recording_writer import Record, RecordingWriter, StepPass
+from dualform.store.row_metadata import Block
+
+
+def make_index(
+    directory: Path,
+    keys: np.ndarray,
+    values: np.ndarray | None,
+    *,
+    rows_per_step: int = 7,
+    shard_rows: int = 1 << 16,
+    lr: float = 0.1,
+    momentum: float = 0.0,
+    **columns: list[object],
+) -> Path:
+    """An index of one layer "fc" without bias, whose row t has key t and value t.
+
+    Args:
+        directory: Where recording and index go.
+        keys: float32 [rows, d_in].
+        values: float32 [rows, d_out], or None.
+        rows_per_step: Rows of each step's only pass.
+        shard_rows: As in `build_index`.
+        lr, momentum: What the ledger says of every step.
+        columns: Metadata, one entry per row.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    recording = make_recording(
+        directory / "recording", keys, values, rows_per_step, lr, momentum, columns
+    )
+    build_index(recording, directory / "index", shard_rows=shard_rows)
+    return directory / "index"
+
+
+def make_recording(
+    path: Path,
+    keys: np.ndarray,
+    values: np.ndarray | None,
+    rows_per_step: int,
+    lr: float,
+    momentum: float,
+    columns: dict[str, list[object]],
+) -> Path:
+    """The recording below `make_index`."""
+    d_in = keys.shape[1]
+    d_out = 1 if values is None else values.shape[1]
+    spec = LayerSpec("fc", "linear", d_in, d_out, "fc.weight", None, "float32")
+    manifest = RecordingManifest("SGD", {"fc": spec}, values is not None, "tests")
+    writer = RecordingWriter(path, manifest)
+    rng = np.random.default_rng(0)
+    state = {"fc.weight": rng.standard_normal((d_out, d_in)).astype(np.float32)}
+    writer.write_initial(state)
+    for step, first in enumerate(range(0, len(keys), rows_per_step)):
+        own = slice(first, min(first + rows_per_step, len(keys)))
+        count = own.stop - own.start
+        metadata = {name: pa.array(column[own]) for name, column in columns.items()}
+        kept = None if values is None else _record(values[own])
+        writer.append(
+            [StepPass("fc", count, 0, _record(keys[own]), kept)],
+            [Block(step, (count,), metadata)],
+            [LedgerRow(step, "fc.weight", lr, momentum, first=momentum != 0 and step == 0)],
+        )
+        writer.flush()
+    writer.close(state)
+    return path
+
+
+def _record(rows: np.ndarray) -> Record:
+    data = np.ascontiguousarray(rows, "<f4").tobytes()
+    memory = mmap.mmap(-1, max(ALIGNMENT, -(-len(data) // ALIGNMENT) * ALIGNMENT))
+    memory[: len(data)] = data
+    return Record(memoryview(memory), len(data))
