@@ -1,0 +1,215 @@
+"""Between the wire and numpy or Arrow: tensors, metadata columns and literals, checked before use.
+
+A tensor's shape and bytes come from whoever sent the request, so every size is checked as a Python
+integer before anything is allocated from it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from dualform.engine.errors import InvalidArgumentError, ResourceExhaustedError
+from dualform.v1 import attribution_pb2 as pb
+
+# Each level takes two of the 100 levels that protobuf reads.
+MAX_FILTER_DEPTH = 48
+MAX_FILTER_PARTS = 1024
+MAX_FILTER_VALUES = 65536
+
+_DTYPES: dict[np.dtype[Any], pb.DataType] = {
+    np.dtype(np.float32): pb.DATA_TYPE_FLOAT32,
+    np.dtype(np.float64): pb.DATA_TYPE_FLOAT64,
+    np.dtype(np.int32): pb.DATA_TYPE_INT32,
+    np.dtype(np.int64): pb.DATA_TYPE_INT64,
+}
+# Bytes per element on the wire, null mask included.
+COLUMN_BYTES = {
+    pb.COLUMN_TYPE_INT64: 9,
+    pb.COLUMN_TYPE_DOUBLE: 9,
+    pb.COLUMN_TYPE_STRING: 5,
+    pb.COLUMN_TYPE_BOOL: 2,
+}
+
+
+def decode_queries(tensor: pb.Tensor, max_queries: int) -> npt.NDArray[np.float32]:
+    """The queries of a request.
+
+    Args:
+        tensor: As sent.
+        max_queries: Largest batch that is answered.
+
+    Returns:
+        float32 [n, d], contiguous and writable, n >= 1. Values are not looked at.
+
+    Raises:
+        InvalidArgumentError: Not float32, not [n, d], empty, or bytes that do not fit the shape.
+        ResourceExhaustedError: More than `max_queries`.
+    """
+    if tensor.dtype != pb.DATA_TYPE_FLOAT32:
+        raise _queries_error(f"are {_dtype_name(tensor.dtype)}; send float32")
+    shape = tuple(tensor.shape)
+    if len(shape) != 2:
+        given = list(shape) if len(shape) <= 8 else f"{len(shape)} dimensions"
+        raise _queries_error(f"have shape {given}; send [n, d_in], a single query as [1, d_in]")
+    n, d = shape
+    if n < 0 or d < 1:
+        raise _queries_error(f"have shape [{n}, {d}]; send [n, d_in] with n and d_in at least 1")
+    if n == 0:
+        raise _queries_error("are an empty batch; send at least one query")
+    data = tensor.data
+    if len(data) != n * d * 4:
+        raise _queries_error(
+            f"of shape [{n}, {d}] need {n * d * 4:,} bytes, not {len(data):,}; "
+            "send float32 little-endian, row-major"
+        )
+    if n > max_queries:
+        raise ResourceExhaustedError(
+            f"{n:,} queries in one request; at most {max_queries:,} are answered: "
+            "send them in smaller batches",
+            field="queries",
+        )
+    return np.frombuffer(data, dtype="<f4").reshape(n, d).astype(np.float32)
+
+
+def check_filter(where: pb.Filter) -> None:
+    """Bound a filter's size. What it means is the filter evaluation's business.
+
+    Raises:
+        InvalidArgumentError: Nested too deep.
+        ResourceExhaustedError: Too many parts or literals.
+    """
+    stack = [(where, 1)]
+    parts = values = 0
+    while stack:
+        node, depth = stack.pop()
+        parts += 1
+        if depth > MAX_FILTER_DEPTH:
+            raise InvalidArgumentError(
+                f"the filter is nested more than {MAX_FILTER_DEPTH} deep; "
+                "join conditions in one all_of or any_of, and use IN for many values",
+                field="where",
+            )
+        kind = node.WhichOneof("kind")
+        if kind == "comparison":
+            values += len(node.comparison.values)
+        elif kind == "negated":
+            stack.append((node.negated, depth + 1))
+        elif kind is not None:
+            children = getattr(node, kind).filters
+            if parts + len(stack) + len(children) > MAX_FILTER_PARTS:
+                raise ResourceExhaustedError(
+                    f"the filter has more than {MAX_FILTER_PARTS:,} parts; "
+                    "use IN where a column may have one of many values",
+                    field="where",
+                )
+            stack.extend((child, depth + 1) for child in children)
+        if values > MAX_FILTER_VALUES:
+            raise ResourceExhaustedError(
+                f"the filter has more than {MAX_FILTER_VALUES:,} literals; "
+                "use a range (between) or several requests",
+                field="where",
+            )
+
+
+def decode_id(value: pb.Value) -> int | str:
+    """An example id.
+
+    Raises:
+        InvalidArgumentError: Neither an integer nor a string.
+    """
+    kind = value.WhichOneof("kind")
+    if kind == "int64_value":
+        return int(value.int64_value)
+    if kind == "string_value":
+        return str(value.string_value)
+    given = "null" if kind is None else kind.removesuffix("_value")
+    raise InvalidArgumentError(
+        f"an id is {given}; example ids are int64 or string", field="ids", reason="WRONG_TYPE"
+    )
+
+
+def encode_tensor(array: npt.NDArray[Any]) -> pb.Tensor:
+    """float32, float64, int32 or int64, any shape."""
+    little = array.astype(array.dtype.newbyteorder("<"), copy=False)
+    return pb.Tensor(dtype=_DTYPES[array.dtype], shape=array.shape, data=little.tobytes())
+
+
+def column_type(data_type: pa.DataType) -> pb.ColumnType:
+    """The wire's type for an Arrow type.
+
+    Raises:
+        TypeError: No metadata column has such a type.
+    """
+    if pa.types.is_dictionary(data_type):
+        return column_type(data_type.value_type)
+    if pa.types.is_boolean(data_type):
+        return pb.COLUMN_TYPE_BOOL
+    if pa.types.is_integer(data_type):
+        return pb.COLUMN_TYPE_INT64
+    if pa.types.is_floating(data_type):
+        return pb.COLUMN_TYPE_DOUBLE
+    # A column without any value has Arrow's null type: strings, of which there are none.
+    if (
+        pa.types.is_string(data_type)
+        or pa.types.is_large_string(data_type)
+        or pa.types.is_null(data_type)
+    ):
+        return pb.COLUMN_TYPE_STRING
+    raise TypeError(f"no metadata column has the type {data_type}")
+
+
+def encode_column(name: str, array: pa.Array | pa.ChunkedArray) -> pb.Column:
+    """Metadata values with their null mask; a string column's dictionary holds only what occurs."""
+    if isinstance(array, pa.ChunkedArray):
+        array = array.combine_chunks()
+    kind = column_type(array.type)
+    valid = b""
+    if array.null_count:
+        valid = np.asarray(array.is_valid()).astype(np.uint8).tobytes()
+    dictionary: list[str] = []
+    if kind == pb.COLUMN_TYPE_STRING:
+        codes, dictionary = _string_codes(array)
+        data = codes.astype("<i4").tobytes()
+    elif kind == pb.COLUMN_TYPE_BOOL:
+        data = _dense(array, pa.bool_(), False).astype(np.uint8).tobytes()
+    elif kind == pb.COLUMN_TYPE_INT64:
+        data = _dense(array, pa.int64(), 0).astype("<i8", copy=False).tobytes()
+    else:
+        data = _dense(array, pa.float64(), 0.0).astype("<f8", copy=False).tobytes()
+    return pb.Column(name=name, type=kind, data=data, dictionary=dictionary, valid=valid)
+
+
+def _dense(array: pa.Array, data_type: pa.DataType, null: Any) -> npt.NDArray[Any]:
+    dense = array.cast(data_type)
+    if dense.null_count:
+        dense = dense.fill_null(null)
+    return np.asarray(dense.to_numpy(zero_copy_only=False))
+
+
+def _string_codes(array: pa.Array) -> tuple[npt.NDArray[np.int64], list[str]]:
+    if pa.types.is_null(array.type):
+        return np.zeros(len(array), np.int64), []
+    if not pa.types.is_dictionary(array.type):
+        array = array.dictionary_encode()
+    codes = _dense(array.indices, pa.int64(), -1)
+    used = np.zeros(len(array.dictionary), bool)
+    used[codes[codes >= 0]] = True
+    # Rows taken from a large column keep its whole dictionary: send only the words that occur.
+    place = np.cumsum(used) - 1
+    compact = np.where(codes >= 0, place[codes] if len(place) else 0, 0)
+    return compact, array.dictionary.filter(pa.array(used)).to_pylist()
+
+
+def _dtype_name(dtype: int) -> str:
+    try:
+        return pb.DataType.Name(dtype).removeprefix("DATA_TYPE_").lower()
+    except ValueError:
+        return f"of unknown data type {dtype}"
+
+
+def _queries_error(what: str) -> InvalidArgumentError:
+    return InvalidArgumentError(f"queries {what}", field="queries", reason="BAD_QUERIES")

@@ -1,0 +1,192 @@
+"""The server's configuration: small frozen dataclasses, from YAML or from the command line.
+
+Imports neither torch nor FAISS, so that a mistake in the file is told at once and before the
+thread policy matters.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+_DEVICES = ("auto", "cpu", "cuda")
+
+
+class ConfigError(ValueError):
+    """The configuration is wrong; the message names the key, what is allowed and what was given."""
+
+
+@dataclass(frozen=True)
+class ServerLimits:
+    """What one request may ask for, and how many are worked on at a time.
+
+    Attributes:
+        max_k: Largest k of a top-k.
+        max_queries: Most queries, and most example ids, in one request.
+        max_message_mib: Largest request and response, in MiB.
+        concurrent_scans: Requests that are worked on at a time, each in its own thread.
+        queued_scans: Requests that may wait for that; more are refused.
+
+    Raises:
+        ConfigError: A value out of range.
+    """
+
+    max_k: int = 16384
+    max_queries: int = 4096
+    max_message_mib: int = 64
+    concurrent_scans: int = 2
+    queued_scans: int = 64
+
+    def __post_init__(self) -> None:
+        _check_integer("limits.max_k", self.max_k, 1, 2**31)
+        _check_integer("limits.max_queries", self.max_queries, 1, 2**31)
+        _check_integer("limits.max_message_mib", self.max_message_mib, 1, 2047)
+        _check_integer("limits.concurrent_scans", self.concurrent_scans, 1, 1024)
+        _check_integer("limits.queued_scans", self.queued_scans, 0, 2**20)
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """What is served, and where.
+
+    Attributes:
+        indexes: Index directories by the name they are served under.
+        listen: "HOST:PORT"; port 0 takes a free one. IPv6 addresses in brackets.
+        device: "auto", "cpu" or "cuda".
+        limits: See `ServerLimits`.
+        insecure: Says outright that listening beyond loopback without TLS is meant.
+
+    Raises:
+        ConfigError: A value of the wrong type or out of range, or an address beyond loopback
+            without `insecure`.
+
+    Example:
+        >>> ServerConfig({"mnist": Path("indexes/mnist")}, listen="127.0.0.1:0").port
+        0
+    """
+
+    indexes: Mapping[str, Path] = field(default_factory=dict)
+    listen: str = "127.0.0.1:50051"
+    device: str = "auto"
+    limits: ServerLimits = field(default_factory=ServerLimits)
+    insecure: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.insecure, bool):
+            raise ConfigError(f"insecure is {self.insecure!r}; allowed are true and false")
+        if self.device not in _DEVICES:
+            raise ConfigError(f"device is {self.device!r}; allowed are {', '.join(_DEVICES)}")
+        host, _ = _split_address(self.listen)
+        if not self.insecure and not _is_loopback(host):
+            raise ConfigError(
+                f"listen is {self.listen!r}: anyone who reaches {host} could ask, unencrypted; "
+                "listen on 127.0.0.1, or say `insecure: true` in the configuration file"
+            )
+
+    @property
+    def host(self) -> str:
+        """Name or address, without brackets."""
+        return _split_address(self.listen)[0]
+
+    @property
+    def port(self) -> int:
+        return _split_address(self.listen)[1]
+
+    @classmethod
+    def load(cls, path: Path | str) -> ServerConfig:
+        """Read a YAML file; paths of indexes in it are relative to the file's folder.
+
+        `indexes` may be missing: the command names them too.
+
+        Raises:
+            ConfigError: Not readable, not YAML, an unknown key or a wrong type.
+        """
+        path = Path(path)
+        try:
+            data = yaml.load(path.read_bytes(), _Loader)
+            return cls._from_mapping({} if data is None else data, path.parent)
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{path} is not valid YAML: {error}") from None
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
+
+    @classmethod
+    def _from_mapping(cls, data: Any, folder: Path) -> ServerConfig:
+        _check_keys("the file", data, [f.name for f in fields(cls)])
+        values = dict(data)
+        if "indexes" in values:
+            values["indexes"] = _indexes(values["indexes"], folder)
+        if "limits" in values:
+            _check_keys("limits", values["limits"], [f.name for f in fields(ServerLimits)])
+            values["limits"] = ServerLimits(**values["limits"])
+        return cls(**values)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML's safe types; a key that occurs twice is an error, not the last one's victory."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise ConfigError(
+                    f"{key.value!r} occurs twice, again in line {key.start_mark.line + 1}"
+                )
+            seen.add(key.value)
+        return dict(super().construct_mapping(node, deep))
+
+
+def _check_keys(where: str, data: Any, allowed: list[str]) -> None:
+    if not isinstance(data, dict):
+        raise ConfigError(f"{where} must hold `key: value` lines with: {', '.join(allowed)}")
+    for key in data:
+        if key not in allowed:
+            raise ConfigError(f"unknown key {key!r} in {where}; allowed are: {', '.join(allowed)}")
+
+
+def _indexes(data: Any, folder: Path) -> dict[str, Path]:
+    if not isinstance(data, dict) or not data:
+        raise ConfigError("indexes must hold `name: path` lines, at least one")
+    for name, path in data.items():
+        if not isinstance(name, str) or not isinstance(path, str) or not path:
+            raise ConfigError(
+                f"indexes holds {name!r}: {path!r}; both must be strings (put them in quotes)"
+            )
+    return {name: folder / Path(path).expanduser() for name, path in data.items()}
+
+
+def _check_integer(name: str, value: Any, least: int, most: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise ConfigError(f"{name} is {value!r}; allowed are integers from {least} to {most:,}")
+
+
+def _split_address(listen: Any) -> tuple[str, int]:
+    wrong = ConfigError(
+        f"listen is {listen!r}; say HOST:PORT, such as 127.0.0.1:50051 or [::1]:50051"
+    )
+    if not isinstance(listen, str):
+        raise wrong
+    host, colon, port = listen.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        raise wrong
+    if not (colon and host and port.isascii() and port.isdigit() and int(port) <= 65535):
+        raise wrong
+    return host, int(port)
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,79 @@
+"""The queue before the scans: how many run at a time, how many may wait, and who gave up.
+
+A scan runs in a thread, never in the event loop. It keeps its place until its thread is done, also
+where its caller has gone: giving up only asks it to stop, between two tiles.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from dualform.engine.errors import ResourceExhaustedError
+
+T = TypeVar("T")
+Stop = Callable[[], bool]
+
+
+class ScanQueue:
+    """Runs at most `concurrent` scans at a time while at most `queued` more wait.
+
+    Belongs to the event loop that first awaits `run`.
+    """
+
+    def __init__(self, concurrent: int, queued: int) -> None:
+        self._concurrent = concurrent
+        self._queued = queued
+        self._running = asyncio.Semaphore(concurrent)
+        self._waiting = 0
+        self._pool = ThreadPoolExecutor(concurrent, thread_name_prefix="scan")
+
+    async def run(self, scan: Callable[[Stop], T]) -> T:
+        """Run `scan(stop)` in a thread once it is its turn.
+
+        Args:
+            scan: Called with a function that returns True once the caller has given up.
+
+        Raises:
+            ResourceExhaustedError: The queue is full.
+            asyncio.CancelledError: The caller gave up: its deadline passed or it went away.
+        """
+        if self._running.locked() and self._waiting >= self._queued:
+            raise ResourceExhaustedError(
+                f"the server is busy: {self._concurrent} scans run and {self._waiting} wait; "
+                "ask again later, or raise limits.queued_scans in the server's configuration",
+                reason="QUEUE_FULL",
+            )
+        self._waiting += 1
+        try:
+            await self._running.acquire()
+        finally:
+            self._waiting -= 1
+        stop = threading.Event()
+        loop = asyncio.get_running_loop()
+        future = self._pool.submit(scan, stop.is_set)
+        future.add_done_callback(lambda done: self._release(loop, done))
+        try:
+            return await asyncio.wrap_future(future)
+        finally:
+            stop.set()
+
+    async def drain(self) -> None:
+        """Wait until no scan runs or waits, and take every place: nothing starts afterwards."""
+        for _ in range(self._concurrent):
+            await self._running.acquire()
+
+    def close(self) -> None:
+        """Wait for the threads. Nothing may be asked afterwards."""
+        self._pool.shutdown(wait=True)
+
+    def _release(self, loop: asyncio.AbstractEventLoop, future: Future[Any]) -> None:
+        try:
+            loop.call_soon_threadsafe(self._running.release)
+        except RuntimeError:
+            # The loop ended before the thread did: nobody waits for its place any more.
+            if not loop.is_closed():
+                raise

@@ -1,0 +1,146 @@
+"""The server: its parts put together, started, and drained.
+
+Order of a drain: health says NOT_SERVING, a short pause lets load balancers notice, no new calls
+are taken, running ones finish within the grace, then the indexes are closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Coroutine
+from typing import Any
+
+import grpc
+from grpc_reflection.v1alpha import reflection
+
+from dualform.engine.errors import CancelledError
+from dualform.engine.requests import Catalog, Limits
+from dualform.serve.config import ConfigError, ServerConfig
+from dualform.serve.handlers import SERVICE, attribution_handlers
+from dualform.serve.health import HEALTH_SERVICE, HealthBoard
+from dualform.serve.scans import ScanQueue
+
+NOTICE_S = 0.5
+GRACE_S = 30.0
+# For answers that are computed and on their way; open health watches never end by themselves.
+LAST_WRITES_S = 2.0
+
+_LOG = logging.getLogger("dualform.serve")
+
+
+def open_catalog(config: ServerConfig) -> Catalog:
+    """Open the configured indexes.
+
+    Raises:
+        ConfigError: No index is named, or a name is not allowed.
+    """
+    limits = config.limits
+    try:
+        return Catalog(
+            config.indexes,
+            limits=Limits(limits.max_k, limits.max_queries, limits.max_message_mib),
+            device=config.device,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+class Server:
+    """`dualform.v1.AttributionService` with health and reflection, in the running event loop.
+
+    Args:
+        config: Where to listen, and the limits.
+        catalog: Open indexes; `drain` closes them.
+    """
+
+    def __init__(self, config: ServerConfig, catalog: Catalog) -> None:
+        self._config = config
+        self._catalog = catalog
+        self._health = HealthBoard(catalog)
+        self._scans = ScanQueue(config.limits.concurrent_scans, config.limits.queued_scans)
+        self._stopping = threading.Event()
+        self._sweeping: asyncio.Task[None] | None = None
+        message = config.limits.max_message_mib << 20
+        self._server = grpc.aio.server(
+            options=[
+                ("grpc.max_receive_message_length", message),
+                ("grpc.max_send_message_length", message),
+                # Two servers on one port would share its clients without a word.
+                ("grpc.so_reuseport", 0),
+            ]
+        )
+
+    async def start(self) -> str:
+        """Listen, answer, and check the indexes' files in the background.
+
+        Returns:
+            "HOST:PORT" with the port that was taken.
+
+        Raises:
+            ConfigError: The address cannot be listened on.
+        """
+        self._server.add_generic_rpc_handlers(
+            (attribution_handlers(self._catalog, self._scans, self._health.refresh),)
+        )
+        self._health.add_to(self._server)
+        reflection.enable_server_reflection(
+            (SERVICE.full_name, HEALTH_SERVICE, reflection.SERVICE_NAME), self._server
+        )
+        await self._health.refresh()
+        listen = self._config.listen
+        try:
+            port = self._server.add_insecure_port(listen)
+        except RuntimeError:
+            port = 0
+        if port == 0:
+            raise ConfigError(
+                f"cannot listen on {listen}: the port is taken or the address is not of this "
+                "machine; choose another with --port, 0 for any free one"
+            )
+        await self._server.start()
+        self._sweeping = asyncio.create_task(self._sweep())
+        return f"{listen.rpartition(':')[0]}:{port}"
+
+    async def drain(self, hurry: asyncio.Event | None = None) -> None:
+        """Stop in good order.
+
+        Args:
+            hurry: Once set, nothing is waited for any more.
+        """
+        hurry = hurry or asyncio.Event()
+        await self._health.drain()
+        await _first(asyncio.sleep(NOTICE_S), hurry.wait())
+        self._stopping.set()
+        stopping = asyncio.create_task(self._server.stop(GRACE_S))
+        await _first(self._scans.drain(), hurry.wait())
+        await self._server.stop(0 if hurry.is_set() else LAST_WRITES_S)
+        await stopping
+        if self._sweeping is not None:
+            await self._sweeping
+        await asyncio.to_thread(self._scans.close)
+        await asyncio.to_thread(self._catalog.close)
+
+    async def _sweep(self) -> None:
+        for name in self._catalog.names:
+            try:
+                await asyncio.to_thread(self._catalog.verify, name, self._stopping.is_set)
+            except CancelledError:
+                return
+            except Exception:
+                _LOG.exception("the files of index %s could not be checked", name)
+            damage = self._catalog.damage(name)
+            if damage is None:
+                _LOG.info("index %s: all files are as written", name)
+            else:
+                _LOG.error("index %s is damaged: %s", name, damage)
+            await self._health.refresh()
+
+
+async def _first(*waits: Coroutine[Any, Any, Any]) -> None:
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

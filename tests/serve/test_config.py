@@ -1,0 +1,124 @@
+"""The configuration file: what it may say, and what a mistake is told."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dualform.serve import ConfigError, ServerConfig, ServerLimits
+
+# The example of the user's documentation, as far as it is built.
+DOCUMENTED = """
+listen: 127.0.0.1:50051
+indexes: {mnist: indexes/mnist}
+device: auto            # auto | cpu | cuda
+limits: {max_k: 16384, max_queries: 4096, max_message_mib: 64,
+         concurrent_scans: 2, queued_scans: 64}
+"""
+
+
+def load(folder: Path, text: str) -> ServerConfig:
+    path = folder / "server.yaml"
+    path.write_text(text)
+    return ServerConfig.load(path)
+
+
+def test_documented_file_equals_the_defaults(tmp_path: Path) -> None:
+    config = load(tmp_path, DOCUMENTED)
+    assert config == ServerConfig({"mnist": tmp_path / "indexes/mnist"})
+    assert (config.host, config.port) == ("127.0.0.1", 50051)
+
+
+def test_paths_are_relative_to_the_file(tmp_path: Path) -> None:
+    config = load(tmp_path, "indexes: {a: below/a, b: /abs/b}")
+    assert config.indexes == {"a": tmp_path / "below/a", "b": Path("/abs/b")}
+
+
+def test_empty_file_is_all_defaults(tmp_path: Path) -> None:
+    assert load(tmp_path, "# nothing yet\n") == ServerConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("port: 5", ["'port'", "listen", "indexes", "device", "limits", "insecure"]),
+        ("limits: {max_kk: 5}", ["'max_kk'", "max_k", "queued_scans"]),
+        ("tls: {certificate: a.pem}", ["unknown key 'tls'"]),
+        ("tokens_file: tokens", ["unknown key 'tokens_file'"]),
+        ("metrics: 127.0.0.1:9464", ["unknown key 'metrics'"]),
+        ("limits: {max_k: '5'}", ["limits.max_k", "'5'", "integers"]),
+        ("limits: {max_k: true}", ["limits.max_k", "True"]),
+        ("limits: {max_k: 0}", ["limits.max_k", "from 1"]),
+        ("limits: {max_message_mib: 2048}", ["max_message_mib", "2,047"]),
+        ("limits: {concurrent_scans: 0}", ["concurrent_scans"]),
+        ("limits: {queued_scans: -1}", ["queued_scans"]),
+        ("limits: 5", ["limits", "key: value"]),
+        ("- a", ["key: value"]),
+        ("indexes: [a]", ["indexes", "name: path"]),
+        ("indexes: {}", ["indexes", "at least one"]),
+        ("indexes: {1: a}", ["indexes", "quotes"]),
+        ("indexes: {a: null}", ["indexes", "None"]),
+        ("device: gpu", ["device", "'gpu'", "auto, cpu, cuda"]),
+        ("listen: 50051", ["listen", "HOST:PORT"]),
+        ("listen: ':50051'", ["listen", "HOST:PORT"]),
+        ("listen: 127.0.0.1", ["listen", "HOST:PORT"]),
+        ("listen: 127.0.0.1:99999", ["listen", "HOST:PORT"]),
+        ("listen: '::1:50051'", ["listen", "[::1]:50051"]),
+        ("listen: 0.0.0.0:50051", ["listen", "insecure: true"]),
+        ("listen: example.org:50051", ["listen", "insecure: true"]),
+        ("listen: '[::]:50051'", ["listen", "insecure: true"]),
+        ("insecure: yes please", ["insecure", "true and false"]),
+        ("a: [", ["not valid YAML"]),
+        ("listen: 127.0.0.1:1\nlisten: 127.0.0.1:2", ["listen", "twice"]),
+    ],
+)
+def test_mistakes_are_told(tmp_path: Path, text: str, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, text)
+    for word in ["server.yaml", *words]:
+        assert word in str(caught.value)
+
+
+def test_unreadable_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        ServerConfig.load(tmp_path / "missing.yaml")
+
+
+@pytest.mark.parametrize("listen", ["localhost:1", "[::1]:0", "127.8.8.8:65535"])
+def test_loopback_needs_nothing_said(listen: str) -> None:
+    assert ServerConfig(listen=listen).insecure is False
+
+
+def test_beyond_loopback_when_said_outright(tmp_path: Path) -> None:
+    config = load(tmp_path, "{listen: '0.0.0.0:0', insecure: true}")
+    assert (config.host, config.port) == ("0.0.0.0", 0)
+
+
+def test_replacing_checks_again() -> None:
+    with pytest.raises(ConfigError, match="insecure: true"):
+        replace(ServerConfig(), listen="0.0.0.0:1")
+
+
+def test_limits_have_the_engine_s_defaults() -> None:
+    from dualform.engine.requests import Limits
+
+    ours, engines = ServerLimits(), Limits()
+    assert (ours.max_k, ours.max_queries, ours.max_message_mib) == (
+        engines.max_k,
+        engines.max_queries,
+        engines.max_message_mib,
+    )
+
+
+def test_configuration_loads_neither_torch_nor_faiss() -> None:
+    code = (
+        "import sys; from dualform.serve import ServerConfig, policy; ServerConfig(); "
+        "policy.apply(); "
+        "print([m for m in ('torch', 'faiss', 'grpc', 'pyarrow') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
