@@ -137,7 +137,7 @@ def ask(client: Client, model: nn.Sequential, layer: str, query: np.ndarray) -> 
             label=int(labels[place]),
             weight=float(hits.scores[0, place]),
             count=counts[examples[place]],
-            pixels=np.asarray(Image.open(io.BytesIO(payload))),
+            pixels=_pixels(payload),
         )
         for place, payload in zip(firsts, payloads, strict=True)
     ]
@@ -220,6 +220,11 @@ def _png(pixels: np.ndarray) -> bytes:
     sink = io.BytesIO()
     Image.fromarray(pixels).save(sink, format="PNG")
     return sink.getvalue()
+
+
+def _pixels(payload: bytes | str | None) -> np.ndarray:
+    assert isinstance(payload, bytes)
+    return np.asarray(Image.open(io.BytesIO(payload)))
 
 
 def _shown(*words: str | Path) -> str:

@@ -128,9 +128,7 @@ def _matches(figure: Figure, slot: SubplotSpec, answer: LayerAnswer, top: int, f
         if place == 0:
             axes.set_ylabel(f"layer {answer.layer}", size=10)
             if first:
-                title = (
-                    f"largest weights; rows: how many of the top {top} are of that image"
-                )
+                title = f"largest weights; rows: how many of the top {top} are of that image"
                 axes.set_title(title, loc="left", size=9)
 
 

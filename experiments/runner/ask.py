@@ -34,7 +34,7 @@ def main(
     queries = capture_queries(model, images)
 
     layers: dict[str, Any] = {}
-    with Client(address) as client:
+    with Client(address, timeout=1800) as client:
         for name, layer in model.named_modules():
             if isinstance(layer, nn.Linear):
                 layers[name] = _ask(

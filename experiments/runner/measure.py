@@ -91,14 +91,16 @@ def run(
     log: Path,
     env: dict[str, str] | None = None,
     output: Path | None = None,
+    allowed: tuple[int, ...] = (0,),
 ) -> Usage:
     """Run a stage to its end.
 
     Args:
         log: Takes its standard error, and its standard output unless `output` does.
+        allowed: Exit statuses that are no failure.
 
     Raises:
-        StageError: It ended with another status than 0.
+        StageError: It ended with another status.
     """
     with open(log, "wb") as sink, open(output or log, "ab") as out:
         process = subprocess.Popen(
@@ -106,7 +108,7 @@ def run(
         )
         with Sampler(process.pid) as sampler:
             status = process.wait()
-    if status != 0:
+    if status not in allowed:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-20:])
         raise StageError(f"{' '.join(map(str, command))} ended with status {status}:\n{tail}")
     return sampler.usage()

@@ -1,0 +1,106 @@
+"""README and the guide are true: their code runs, in order, and their links lead somewhere.
+
+In each document the python and bash blocks run one after another in one folder, the python blocks
+in one interpreter. A block that is `dualform serve …` runs in the background on a free port, and
+later blocks ask that port instead of 50051. Not run: `make` and `pip` (other tests do that).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from demo_run import DUALFORM
+
+ROOT = Path(__file__).resolve().parents[2]
+RUNNABLE = ["README.md", "docs/getting-started.md"]
+DOCUMENTS = sorted(
+    str(path.relative_to(ROOT)) for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+)
+
+DRIVER = """
+import json, pathlib, re, subprocess, sys, time
+blocks = json.loads(pathlib.Path("blocks.json").read_text())
+space, address, server = {"__name__": "__main__"}, "localhost:50051", None
+try:
+    for number, (language, code) in enumerate(blocks):
+        print(f"--- block {number} ({language})", flush=True)
+        code = code.replace("localhost:50051", address)
+        if language == "python":
+            exec(compile(code, f"block {number}", "exec"), space)
+        elif code.startswith("dualform serve"):
+            log = open("serve.log", "wb")
+            words = ["bash", "-c", "exec " + code.strip() + " --port 0"]
+            server = subprocess.Popen(words, stdout=log, stderr=log)
+            while not (found := re.search(r"listening on (\\S+)", open("serve.log").read())):
+                assert server.poll() is None, open("serve.log").read()
+                time.sleep(0.05)
+            address = found[1]
+        else:
+            subprocess.run(["bash", "-euo", "pipefail", "-c", code], check=True)
+finally:
+    if server is not None:
+        server.terminate()
+        server.wait(timeout=60)
+"""
+
+
+def blocks(text: str) -> list[tuple[str, str]]:
+    """The (language, code) of each python and bash block that can run here."""
+    found = re.findall(r"^```(python|bash)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [each for each in found if not each[1].startswith(("make ", "pip "))]
+
+
+@pytest.mark.parametrize("name", RUNNABLE)
+def test_its_code_runs_in_order(name: str, tmp_path: Path) -> None:
+    todo = blocks((ROOT / name).read_text())
+    assert len(todo) >= 5
+    (tmp_path / "blocks.json").write_text(json.dumps(todo))
+    (tmp_path / "driver.py").write_text(DRIVER)
+    path = os.pathsep.join([str(DUALFORM.parent), os.environ["PATH"]])
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "driver.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PATH": path},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("--- block") == len(todo)
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_its_links_lead_to_files(name: str) -> None:
+    path = ROOT / name
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", path.read_text()):
+        if not target.startswith("http"):
+            assert (path.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_its_make_targets_exist(name: str) -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"^make ([a-z-]+)", (ROOT / name).read_text(), re.MULTILINE):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_the_extras_in_the_readme_are_the_projects() -> None:
+    named = set(re.findall(r"^\| `\[(\w+)\]`", (ROOT / "README.md").read_text(), re.MULTILINE))
+    project = (ROOT / "pyproject.toml").read_text()
+    for extra in named:
+        assert re.search(rf"^{extra} = \[", project, re.MULTILINE), extra
+
+
+def test_every_document_is_in_the_index() -> None:
+    index = (ROOT / "docs" / "README.md").read_text()
+    missing = [
+        str(path.relative_to(ROOT / "docs"))
+        for path in (ROOT / "docs").rglob("*.md")
+        if path.name != "README.md" and str(path.relative_to(ROOT / "docs")) not in index
+    ]
+    assert not missing
