@@ -194,12 +194,12 @@ def test_filters_up_to_their_depth(digits_server: Served, kind: str) -> None:
     stub, queries = digits_server.stub, tensor(good(digits_server))
     deep = nested(48, kind)
     assert stub.TopK(pb.TopKRequest(layer="2", k=1, queries=queries, where=deep)).rows.shape
+    # Deeper than protobuf reads: built as bytes, so that it can be sent at all.
+    call = digits_server.channel.unary_unary("/dualform.v1.AttributionService/TopK")
+    rest = pb.TopKRequest(layer="2", k=1, queries=queries).SerializeToString()
     for depth in (49, 60, 5000):
-        deeper = pb.TopKRequest(layer="2", k=1, queries=queries)
-        # Deeper than protobuf reads: built as bytes, so that it can be sent at all.
-        data = wrapped(depth, kind)
-        call = digits_server.channel.unary_unary("/dualform.v1.AttributionService/TopK")
-        refused = refusal(lambda d=deeper, b=data: call(d.SerializeToString() + b))
+        data = rest + wrapped(depth, kind)
+        refused = refusal(lambda data=data: call(data))
         assert refused.code == INVALID
         assert "nested" in refused.message
 

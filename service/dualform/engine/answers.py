@@ -103,7 +103,7 @@ def dual_output(
 ) -> pb.DualOutputResponse:
     """Answer DualOutput."""
     queries, where = _question(request, limits)
-    d_out = index.layer(request.layer).manifest.d_out
+    d_out = index.layer(request.layer).d_out
     # Beside the values travel the initial part and the trained layer's output.
     tensors = _group_count(index, request.layer, request.group_by) + 2
     limits.check_answers(len(queries), tensors * d_out * 4, "grouped by a column with fewer values")
@@ -155,22 +155,19 @@ def examples(
 
 def layer_info(layer: Layer) -> pb.LayerInfo:
     """What GetIndex tells of one layer."""
-    own = layer.manifest
     return pb.LayerInfo(
-        name=own.name,
-        kind=own.kind,
-        d_in=own.d_in,
-        d_out=own.d_out,
-        bias=own.bias is not None,
-        rows=layer.rows.total,
-        row_space=own.space,
-        values=own.values,
+        name=layer.name,
+        kind=layer.kind,
+        d_in=layer.d_in,
+        d_out=layer.d_out,
+        bias=layer.bias,
+        rows=layer.rows,
+        row_space=layer.row_space,
+        values=layer.values,
         columns=[
             pb.ColumnInfo(name=name, type=wire.column_type(kind)) for name, kind in layer.columns
         ],
-        inexact=[
-            pb.InexactMark(from_step=mark.from_step, reason=mark.reason) for mark in own.inexact
-        ],
+        inexact=[pb.InexactMark(from_step=step, reason=reason) for step, reason in layer.inexact],
     )
 
 

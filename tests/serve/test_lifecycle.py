@@ -1,0 +1,335 @@
+"""A running server: health beside scans, deadlines, a full queue, many clients, a drain."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from google.protobuf import descriptor_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from synthetic import make_index
+
+from dualform.engine.requests import Catalog
+from dualform.serve import ServerLimits
+from dualform.v1 import attribution_pb2 as pb
+from dualform.v1 import attribution_pb2_grpc
+
+from .serving import NOT_SERVING, SERVING, Served, array, refusal, serving, tensor
+
+SERVICE = "dualform.v1.AttributionService"
+
+
+class GatedCatalog(Catalog):
+    """A catalog whose scans wait at a gate, as long ones would, and poll `stop` meanwhile."""
+
+    gate = threading.Event()
+    started = 0
+    stopped = 0
+
+    def answer(self, request: Any, stop: Callable[[], bool] | None = None) -> Any:
+        if stop is not None:
+            type(self).started += 1
+            while not self.gate.wait(0.005):
+                if stop():
+                    type(self).stopped += 1
+                    break
+        return super().answer(request, stop)
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    keys = np.random.default_rng(3).standard_normal((400, 6)).astype(np.float32)
+    labels: list[object] = [row % 3 for row in range(400)]
+    return make_index(tmp_path_factory.mktemp("index"), keys, keys[:, :4], label=labels)
+
+
+@pytest.fixture
+def gated(index: Path) -> Iterator[Served]:
+    GatedCatalog.gate.clear()
+    GatedCatalog.started = GatedCatalog.stopped = 0
+    limits = ServerLimits(concurrent_scans=2, queued_scans=3)
+    with serving({"i": index}, limits, GatedCatalog) as served:
+        yield served
+        GatedCatalog.gate.set()
+
+
+def question(n: int = 1, k: int = 2) -> pb.TopKRequest:
+    queries = np.random.default_rng(n).standard_normal((n, 6)).astype(np.float32)
+    return pb.TopKRequest(layer="fc", queries=tensor(queries), k=k)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_cheap_calls_pass_the_queue(gated: Served) -> None:
+    calls = [gated.stub.TopK.future(question()) for _ in range(5)]
+    until(lambda: GatedCatalog.started == 2)
+    begin = time.monotonic()
+    assert gated.health() == SERVING
+    assert gated.health("dualform.index.i") == SERVING
+    assert gated.stub.ListIndexes(pb.ListIndexesRequest(), timeout=5).indexes[0].name == "i"
+    assert gated.stub.GetIndex(pb.GetIndexRequest(), timeout=5).index.name == "i"
+    assert time.monotonic() - begin < 2
+    assert GatedCatalog.started == 2
+    GatedCatalog.gate.set()
+    for call in calls:
+        assert list(call.result(timeout=10).rows.shape) == [1, 2]
+
+
+def test_a_full_queue_refuses(gated: Served) -> None:
+    calls = [gated.stub.TopK.future(question()) for _ in range(5)]
+    until(lambda: GatedCatalog.started == 2)
+    # All five are inside once a sixth is refused; calls may arrive out of order.
+    refused = refusal(lambda: until_refused(gated))
+    assert (refused.code, refused.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+    assert "limits.queued_scans" in refused.message
+    GatedCatalog.gate.set()
+    for call in calls:
+        call.result(timeout=10)
+    assert list(gated.stub.TopK(question()).rows.shape) == [1, 2]
+
+
+def until_refused(served: Served) -> None:
+    while True:
+        try:
+            served.stub.TopK(question(), timeout=0.2)
+        except grpc.RpcError as error:
+            if error.code() != grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise
+
+
+def test_a_deadline_stops_the_scan(gated: Served) -> None:
+    for _ in range(3):
+        with pytest.raises(grpc.RpcError) as caught:
+            gated.stub.TopK(question(), timeout=0.1)
+        assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+    until(lambda: GatedCatalog.stopped == 3)
+    GatedCatalog.gate.set()
+    assert list(gated.stub.TopK(question()).rows.shape) == [1, 2]
+
+
+def test_cancelling_stops_the_scan_and_empties_the_queue(gated: Served) -> None:
+    calls = [gated.stub.TopK.future(question()) for _ in range(5)]
+    until(lambda: GatedCatalog.started == 2)
+    for call in calls:
+        call.cancel()
+    until(lambda: GatedCatalog.stopped == GatedCatalog.started)
+    GatedCatalog.gate.set()
+    assert list(gated.stub.TopK(question()).rows.shape) == [1, 2]
+
+
+def test_a_client_that_vanishes_stops_the_scan(gated: Served) -> None:
+    channel = grpc.insecure_channel(gated.address)
+    stub = attribution_pb2_grpc.AttributionServiceStub(channel)
+    call = stub.TopK.future(question())
+    until(lambda: GatedCatalog.started == 1)
+    channel.close()
+    until(lambda: GatedCatalog.stopped == 1)
+    assert call.done()
+
+
+class BrokenCatalog(Catalog):
+    """A catalog with a bug."""
+
+    def answer(self, request: Any, stop: Callable[[], bool] | None = None) -> Any:
+        if stop is not None:
+            raise KeyError("secret path /etc/shadow")
+        return super().answer(request, stop)
+
+
+def test_a_bug_is_told_to_the_log_only(index: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with serving({"i": index}, None, BrokenCatalog) as served:
+        refused = refusal(lambda: served.stub.TopK(question()))
+        assert (refused.code, refused.reason) == (grpc.StatusCode.INTERNAL, "INTERNAL")
+        assert "secret" not in refused.message
+        ticket = refused.message.split()[2].rstrip(":")
+        assert f"TopK failed [{ticket}]" in caplog.text
+        assert "secret path" in caplog.text
+        assert served.health() == SERVING
+
+
+def test_many_clients_get_the_answers_of_one(index: Path) -> None:
+    requests = [question(n, 5) for n in range(1, 65)]
+    with serving({"i": index}) as served:
+        alone = [array(served.stub.TopK(request).scores) for request in requests]
+
+        def ask(request: pb.TopKRequest) -> np.ndarray:
+            options = [("grpc.use_local_subchannel_pool", 1)]
+            with grpc.insecure_channel(served.address, options=options) as channel:
+                stub = attribution_pb2_grpc.AttributionServiceStub(channel)
+                return array(stub.TopK(request, timeout=60).scores)
+
+        with ThreadPoolExecutor(64) as clients:
+            together = list(clients.map(ask, requests))
+    for one, other in zip(alone, together, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_health_can_be_watched(index: Path) -> None:
+    with serving({"i": index}) as served:
+        stub = health_pb2_grpc.HealthStub(served.channel)
+        request = health_pb2.HealthCheckRequest(service="dualform.index.i")
+        statuses = stub.Watch(request, timeout=30)
+        assert next(statuses).status == SERVING
+        statuses.cancel()
+
+
+def test_reflection_describes_the_service(index: Path) -> None:
+    with serving({"i": index}) as served:
+        stub = reflection_pb2_grpc.ServerReflectionStub(served.channel)
+
+        def ask(**request: str) -> Any:
+            message = reflection_pb2.ServerReflectionRequest(**request)
+            return next(iter(stub.ServerReflectionInfo(iter([message]))))
+
+        listed = {own.name for own in ask(list_services="").list_services_response.service}
+        assert listed >= {SERVICE, "grpc.health.v1.Health"}
+        found = ask(file_containing_symbol=SERVICE).file_descriptor_response
+        file = descriptor_pb2.FileDescriptorProto.FromString(found.file_descriptor_proto[0])
+        assert [method.name for method in file.service[0].method] == [
+            "ListIndexes",
+            "GetIndex",
+            "TopK",
+            "Sums",
+            "DualOutput",
+            "GetExamples",
+        ]
+
+
+SCRIPT = """
+import sys, pathlib
+from dualform.serve import ServerConfig, run
+sys.exit(run(ServerConfig({"i": pathlib.Path(sys.argv[1])}, listen=sys.argv[2])))
+"""
+
+
+@pytest.fixture
+def process(index: Path) -> Iterator[Callable[..., tuple[subprocess.Popen[str], str]]]:
+    """Starts servers in processes of their own; returns each with its address."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(listen: str = "127.0.0.1:0") -> tuple[subprocess.Popen[str], str]:
+        server = subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, str(index), listen],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(server)
+        assert server.stdout is not None
+        line = server.stdout.readline()
+        return server, line.removeprefix("listening on ").strip()
+
+    yield start
+    for server in started:
+        server.kill()
+        server.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_drains(process: Any, number: int) -> None:
+    server, address = process()
+    with grpc.insecure_channel(address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        watch = health.Watch(health_pb2.HealthCheckRequest(), timeout=30)
+        assert next(watch).status == SERVING
+        stub = attribution_pb2_grpc.AttributionServiceStub(channel)
+        assert list(stub.TopK(question(), timeout=60).rows.shape) == [1, 2]
+        begin = time.monotonic()
+        os.kill(server.pid, number)
+        # Load balancers are told first; what still arrives is answered.
+        assert next(watch).status == NOT_SERVING
+        assert list(stub.TopK(question(), timeout=60).rows.shape) == [1, 2]
+        assert server.wait(30) == 0
+        assert time.monotonic() - begin < 15
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.TopK(question(), timeout=5)
+        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+    assert "Traceback" not in server.stderr.read()
+
+
+def test_a_drain_waits_for_the_scans(index: Path) -> None:
+    GatedCatalog.gate.clear()
+    GatedCatalog.started = 0
+    script = f"""
+import asyncio, pathlib, sys, threading
+sys.path[:0] = {[str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]!r}
+from tests.serve.test_lifecycle import GatedCatalog
+from dualform.serve import ServerConfig, command
+from dualform.serve.config import ServerLimits
+from dualform.serve.server import Server
+threading.Timer(3.0, GatedCatalog.gate.set).start()
+indexes = {{"i": pathlib.Path({str(index)!r})}}
+asyncio.run(command._serve(ServerConfig(indexes, listen="127.0.0.1:0"), GatedCatalog(indexes)))
+"""
+    server = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert server.stdout is not None
+        line = server.stdout.readline()
+        assert line.startswith("listening on "), server.communicate()[1]
+        with grpc.insecure_channel(line.removeprefix("listening on ").strip()) as channel:
+            stub = attribution_pb2_grpc.AttributionServiceStub(channel)
+            calls = [stub.TopK.future(question()) for _ in range(4)]
+            time.sleep(0.3)
+            server.terminate()
+            # Two run and two wait; all four were asked before the drain.
+            for call in calls:
+                assert list(call.result(timeout=30).rows.shape) == [1, 2]
+            assert server.wait(30) == 0
+    finally:
+        server.kill()
+        server.communicate()
+
+
+def test_two_signals_end_it_at_once(process: Any) -> None:
+    server, address = process()
+    with grpc.insecure_channel(address) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        next(watch)
+        server.send_signal(signal.SIGINT)
+        assert next(watch).status == NOT_SERVING
+        begin = time.monotonic()
+        server.send_signal(signal.SIGINT)
+        assert server.wait(10) == 0
+        assert time.monotonic() - begin < 2
+
+
+def test_a_taken_port_is_told(process: Any) -> None:
+    _, address = process()
+    second, line = process(address)
+    assert (second.wait(60), line) == (2, "")
+    message = second.stderr.read().splitlines()[-1]
+    assert f"cannot listen on {address}" in message
+    assert "--port" in message
+
+
+def test_nothing_to_serve_is_told(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text("{")
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(tmp_path), "127.0.0.1:0"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "none of the indexes can be served" in done.stderr
+    assert "manifest.json" in done.stderr
+    assert "Traceback" not in done.stderr
