@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -154,19 +155,18 @@ def test_batches_up_to_the_limit(digits_server: Served) -> None:
     assert "4,096" in refused.message
 
 
-def test_answers_that_no_message_can_hold(digits_server: Served) -> None:
-    stub, queries = digits_server.stub, tensor(good(digits_server, 4096))
-    for refused in (
-        refusal(lambda: stub.TopK(pb.TopKRequest(layer="2", k=16384, queries=queries))),
-        refusal(lambda: stub.Sums(pb.SumsRequest(layer="2", group_by="example", queries=queries))),
-        refusal(
-            lambda: stub.DualOutput(
-                pb.DualOutputRequest(layer="2", group_by="example", queries=queries)
-            )
-        ),
-    ):
-        assert (refused.code, refused.reason) == (TOO_MUCH, "ANSWER_TOO_LARGE")
-        assert "queries at a time" in refused.message
+def test_answers_that_no_message_can_hold(digits_index: Path) -> None:
+    with serving({"digits": digits_index}, ServerLimits(max_message_mib=1)) as served:
+        stub, queries = served.stub, tensor(good(served, 1000))
+        question = {"layer": "2", "queries": queries, "group_by": "example"}
+        for refused in (
+            refusal(lambda: stub.TopK(pb.TopKRequest(k=1000, layer="2", queries=queries))),
+            refusal(lambda: stub.TopK(pb.TopKRequest(k=1, **question))),
+            refusal(lambda: stub.Sums(pb.SumsRequest(**question))),
+            refusal(lambda: stub.DualOutput(pb.DualOutputRequest(**question))),
+        ):
+            assert (refused.code, refused.reason) == (TOO_MUCH, "ANSWER_TOO_LARGE")
+            assert "queries at a time" in refused.message
 
 
 def test_as_many_queries_as_the_refusal_says_do_fit(digits_server: Served) -> None:
@@ -267,7 +267,7 @@ def test_a_method_that_is_not_there(digits_server: Served) -> None:
     assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED
 
 
-def test_a_request_over_the_message_limit(digits_index: Any) -> None:
+def test_a_request_over_the_message_limit(digits_index: Path) -> None:
     limits = ServerLimits(max_message_mib=1)
     with serving({"digits": digits_index}, limits) as served:
         width = good(served).shape[1]
