@@ -230,7 +230,9 @@ class _Reader:
         from sqlglot import exp
 
         # sqlglot knows where identifiers stand; a literal is looked for behind its column.
-        starts = [n.meta["start"] for n in node.find_all(exp.Identifier) if "start" in n.meta]
+        starts: list[int] = [
+            n.meta["start"] for n in node.find_all(exp.Identifier) if "start" in n.meta
+        ]
         found = self._text.lower().find(node.sql().lower(), self._near)
         return 1 + min(starts or [found if found >= 0 else self._near])
 

@@ -240,6 +240,8 @@ class Questions:
             except UnavailableError as error:
                 pause = next(pauses, None)
                 if pause is None or not deadline.allows(pause):
+                    if tries == 1:
+                        raise
                     raise UnavailableError(
                         f"{error} ({tries} tries)", reason=error.reason, field=error.field
                     ) from None
@@ -292,8 +294,8 @@ def _payload(example: pb.Example) -> bytes | str | None:
 
 def _batch_size(template: Any, matrix: npt.NDArray[np.float32], limits: ServerLimits) -> int:
     overhead: int = template.ByteSize() + _HEADER_BYTES
-    row_bytes = max(1, matrix.shape[1] * matrix.itemsize)
-    room: int = limits.max_message_bytes - overhead
+    row_bytes: int = max(1, matrix.shape[1] * matrix.itemsize)
+    room = limits.max_message_bytes - overhead
     return max(1, min(limits.max_queries, room // row_bytes))
 
 

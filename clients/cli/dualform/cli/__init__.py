@@ -1,0 +1,5 @@
+"""The `dualform` command; importing it loads neither torch nor grpc."""
+
+from dualform.cli.main import main
+
+__all__ = ["main"]

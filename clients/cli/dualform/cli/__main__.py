@@ -1,0 +1,7 @@
+"""`python -m dualform.cli`: the same as `dualform`."""
+
+import sys
+
+from dualform.cli.main import main
+
+sys.exit(main())

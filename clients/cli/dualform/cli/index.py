@@ -1,0 +1,192 @@
+"""`dualform index build|inspect|verify`: from a recording to an index, and what is in one."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dualform.cli.errors import CommandError
+from dualform.cli.output import Progress, bytes_text, print_json, print_table
+
+if TYPE_CHECKING:
+    from dualform.engine import VerifyReport
+
+
+def add_to(commands: Any) -> None:
+    """Adds the commands' arguments."""
+    parser = commands.add_parser(
+        "index",
+        allow_abbrev=False,
+        help="build, inspect or verify an index",
+        description="Builds, inspects or verifies an index.",
+    )
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    build = actions.add_parser(
+        "build",
+        allow_abbrev=False,
+        help="publish a recording as an index",
+        description="Publishes a recording as an index. Nothing is there until it is complete.",
+    )
+    build.add_argument("recording", type=Path, metavar="RECORDING", help="what a Recorder wrote")
+    build.add_argument("index", type=Path, metavar="INDEX", help="the directory to create")
+    build.add_argument(
+        "--values",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="keep the values; without them there is no dual output",
+    )
+    build.set_defaults(run=_build)
+    for name, run, what in (
+        ("inspect", _inspect, "show an index's layers, rows and columns"),
+        ("verify", _verify, "check every file, and that the memory rebuilds the weights"),
+    ):
+        action = actions.add_parser(
+            name,
+            allow_abbrev=False,
+            help=what,
+            description=f"{what[0].upper()}{what[1:]}.",
+            epilog="Exit status 1: the memory does not rebuild the weights."
+            if name == "verify"
+            else None,
+        )
+        action.add_argument("index", type=Path, metavar="INDEX")
+        action.add_argument("--json", action="store_true", help="print JSON")
+        action.set_defaults(run=run)
+
+
+def _build(options: argparse.Namespace) -> int:
+    _set_threads()
+    from dualform.index import build_index
+
+    started = time.monotonic()
+    try:
+        with Progress("building", "B") as progress:
+            build_index(options.recording, options.index, values=options.values, progress=progress)
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+    size = _size(options.index)
+    print(
+        f"{options.index}: {bytes_text(size)} in {time.monotonic() - started:.1f} s; "
+        f"next: dualform index verify {options.index}"
+    )
+    return 0
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    _set_threads()
+    from dualform.client import Client
+
+    with Client.local(options.index, device="cpu") as client:
+        info = client.index()
+    if info.health != "serving":
+        raise CommandError(f"{options.index}: {info.health_reason}")
+    size = _size(options.index)
+    layers = info.layers.values()
+    if options.json:
+        print_json(
+            {
+                "steps": info.steps,
+                "optimizer": info.optimizer,
+                "bytes": size,
+                "layers": [
+                    {
+                        "name": layer.name,
+                        "kind": layer.kind,
+                        "d_in": layer.d_in,
+                        "d_out": layer.d_out,
+                        "bias": layer.bias,
+                        "rows": layer.rows,
+                        "row_space": layer.row_space,
+                        "values": layer.values,
+                        "columns": dict(layer.columns),
+                        "inexact": [
+                            {"from_step": mark.from_step, "reason": mark.reason}
+                            for mark in layer.inexact
+                        ],
+                    }
+                    for layer in layers
+                ],
+            }
+        )
+        return 0
+    print(f"{options.index}: {info.steps:,} steps of {info.optimizer}, {bytes_text(size)}")
+    print()
+    print_table(
+        ["layer", "kind", "d_in", "d_out", "bias", "values", "rows", "row space", "exactness"],
+        [
+            [
+                layer.name,
+                layer.kind,
+                layer.d_in,
+                layer.d_out,
+                layer.bias,
+                layer.values,
+                layer.rows,
+                layer.row_space,
+                layer.exactness,
+            ]
+            for layer in layers
+        ],
+    )
+    for space in sorted({layer.row_space for layer in layers}):
+        columns = next(layer.columns for layer in layers if layer.row_space == space)
+        print()
+        print(f"columns of row space {space}")
+        print_table(["column", "type"], columns.items())
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    _set_threads()
+    from dualform.engine import verify_index
+
+    with Progress("verifying", "rows") as progress:
+        report = verify_index(options.index, progress=progress)
+    if options.json:
+        print_json(report.to_json())
+    else:
+        _print_report(report)
+    if not report.ok:
+        print(
+            f"dualform: {options.index} does not hold what it claims; rebuild it with "
+            "`dualform index build`, and if that does not help, record the run again",
+            file=sys.stderr,
+        )
+    return 0 if report.ok else 1
+
+
+def _print_report(report: VerifyReport) -> None:
+    print(f"{report.path}: {report.steps:,} steps; {'ok' if report.ok else 'NOT OK'}")
+    if report.damage:
+        print(f"damaged: {report.damage}")
+    if report.layers:
+        print()
+        print_table(
+            ["layer", "ok", "weight error", "bias error", "exact steps", "note"],
+            [
+                [
+                    layer.layer,
+                    layer.ok,
+                    layer.weight_error,
+                    layer.bias_error,
+                    layer.exact_steps,
+                    layer.note,
+                ]
+                for layer in report.layers
+            ],
+        )
+        print("errors are relative: |rebuilt - trained| / |trained - initial|, Frobenius norm")
+
+
+def _set_threads() -> None:
+    """The thread policy of a process of our own, before torch or FAISS is imported."""
+    from dualform.serve import policy
+
+    policy.apply()
+
+
+def _size(directory: Path) -> int:
+    return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())

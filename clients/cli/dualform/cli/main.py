@@ -1,0 +1,89 @@
+"""The `dualform` command: its arguments, and how it ends.
+
+Exit status: 0 done, 1 the answer is no (`index verify`), 2 bad usage or input, 130 interrupted, 141
+nobody reads the output any more. Messages go to standard error; a traceback is shown only with
+DUALFORM_TRACEBACK=1 in the environment.
+
+Each command's file imports what it needs when it runs: `--help` and questions to a server load
+neither torch nor FAISS.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from dualform.cli import index, query, serve
+from dualform.cli.errors import CommandError
+
+DONE, NO, BAD = 0, 1, 2
+INTERRUPTED, NOBODY_READS = 130, 141
+TRACEBACK = "DUALFORM_TRACEBACK"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command.
+
+    Args:
+        arguments: Without the program's name; None takes those of the process.
+
+    Returns:
+        The exit status. Wrong arguments leave through SystemExit(2), as argparse does.
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        status: int = options.run(options)
+        sys.stdout.flush()
+        return status
+    except CommandError as error:
+        return _complain(str(error))
+    except KeyboardInterrupt:
+        print("dualform: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Python would flush standard output once more at exit, and complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return NOBODY_READS
+    except Exception as error:
+        if os.environ.get(TRACEBACK):
+            raise
+        return _explain(error)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="dualform",
+        allow_abbrev=False,
+        description="Which training rows made this output, and by how much: exactly.",
+        epilog="Exit status: 0 done, 1 the answer is no, 2 bad usage or input.",
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    index.add_to(commands)
+    serve.add_to(commands)
+    query.add_to(commands)
+    return parser
+
+
+def _explain(error: Exception) -> int:
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    # By name: their packages are loaded only where they could be raised.
+    if kinds & {"DualformError", "StoreError", "EngineError", "ConfigError"}:
+        return _complain(str(error))
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename else ""
+        return _complain(f"{where}{error.strerror or error}")
+    if isinstance(error, ModuleNotFoundError):
+        return _complain(
+            f"{error}; this command needs more than the client: pip install 'dualform[cpu]'"
+        )
+    return _complain(
+        f"internal error, please report it: {type(error).__name__}: {error} "
+        f"({TRACEBACK}=1 shows where)"
+    )
+
+
+def _complain(message: str) -> int:
+    print(f"dualform: {message}", file=sys.stderr)
+    return BAD

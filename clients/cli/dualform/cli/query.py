@@ -1,0 +1,246 @@
+"""`dualform query top-k|sums|output`: one question, to a server or to an index on disk."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dualform.cli.errors import CommandError
+from dualform.cli.output import cell, print_json, print_table
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from dualform.client import Client, Coverage
+
+
+def add_to(commands: Any) -> None:
+    """Adds the commands' arguments."""
+    parser = commands.add_parser(
+        "query",
+        allow_abbrev=False,
+        help="ask a server or an index",
+        description="Asks one question about the queries in a .npy file.",
+    )
+    kinds = parser.add_subparsers(metavar="QUESTION", required=True)
+    top_k = _question(kinds, "top-k", _top_k, "the rows with the largest attention weight")
+    top_k.add_argument("-k", type=int, default=10, help="rows per query (default 10)")
+    top_k.add_argument("--group-by", metavar="COLUMN", help="the k best rows of each value")
+    top_k.add_argument("--order", choices=["largest", "smallest", "absolute"], default="largest")
+    sums = _question(kinds, "sums", _sums, "total attention weight per group")
+    sums.add_argument("--group-by", metavar="COLUMN", required=True, help="what to sum over")
+    sums.add_argument("--absolute", action="store_true", help="sum absolute values")
+    output = _question(kinds, "output", _output, "the dual output: initial part and contributions")
+    output.add_argument("--at-step", type=int, metavar="S", help="the layer after S steps")
+    output.add_argument("--group-by", metavar="COLUMN", help="each group's part alone")
+
+
+def _question(kinds: Any, name: str, run: Any, what: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = kinds.add_parser(
+        name, allow_abbrev=False, help=what, description=f"{what[0].upper()}{what[1:]}."
+    )
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--server", metavar="HOST:PORT", help="ask a server")
+    where.add_argument("--local", type=Path, metavar="INDEX", help="ask an index on disk")
+    parser.add_argument("--index", metavar="NAME", help="which one, where several are served")
+    parser.add_argument("--layer", required=True, metavar="L", help="as in model.named_modules()")
+    parser.add_argument(
+        "--query", required=True, type=Path, metavar="q.npy", help="float32 [n, d_in]"
+    )
+    parser.add_argument("--where", metavar="EXPR", help="such as 'label = 6 and step < 3000'")
+    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="give up after so long")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def read_queries(path: Path) -> npt.NDArray[np.float32]:
+    """A .npy file as float32 [n, d_in].
+
+    Raises:
+        CommandError: Not there, no .npy file, pickled objects, not float32, not two-dimensional.
+    """
+    import numpy as np
+
+    save = "np.save('q.npy', queries.astype(np.float32)) writes one"
+    try:
+        with open(path, "rb") as file:
+            queries = np.lib.format.read_array(file, allow_pickle=False)
+    except OSError as error:
+        raise CommandError(f"{path} can't be read: {error.strerror or error}") from None
+    except MemoryError:
+        raise CommandError(
+            f"{path} announces more numbers than there is memory for; {save}"
+        ) from None
+    except (ValueError, EOFError) as error:
+        raise CommandError(f"{path} is no .npy file of numbers ({error}); {save}") from None
+    if queries.dtype != np.float32:
+        raise CommandError(f"{path} holds {queries.dtype}; float32 is needed: {save}")
+    if queries.ndim != 2:
+        hint = "; save queries.reshape(1, -1) for a single query" if queries.ndim == 1 else ""
+        raise CommandError(f"{path} has shape {list(queries.shape)}; [n, d_in] is needed{hint}")
+    return queries
+
+
+def _client(options: argparse.Namespace) -> Client:
+    if options.local is None:
+        from dualform.client import Client
+
+        return Client(options.server)
+    from dualform.serve import policy
+
+    policy.apply()
+    from dualform.client import Client
+
+    return Client.local(options.local)
+
+
+def _top_k(options: argparse.Namespace) -> int:
+    queries = read_queries(options.query)
+    with _client(options) as client:
+        hits = client.top_k(
+            options.layer,
+            queries,
+            k=options.k,
+            where=options.where,
+            group_by=options.group_by,
+            order=options.order,
+            index=options.index,
+            timeout=options.timeout,
+        )
+    if options.json:
+        print_json(
+            {
+                "rows": hits.rows,
+                "scores": hits.scores,
+                "columns": dict(hits.columns),
+                "groups": hits.groups,
+                "coverage": _coverage(hits.coverage),
+            }
+        )
+        return 0
+    headers = ["rank", "row", "score", *hits.columns]
+    for query in range(len(queries)):
+        for place, title in _parts(query, options.group_by, hits.groups):
+            print(title)
+            found = hits.rows[place] >= 0
+            lines = zip(
+                range(int(found.sum())),
+                hits.rows[place][found],
+                hits.scores[place][found],
+                *(column[place][found] for column in hits.columns.values()),
+                strict=True,
+            )
+            print_table(headers, lines)
+            print()
+    _print_coverage(hits.coverage)
+    return 0
+
+
+def _sums(options: argparse.Namespace) -> int:
+    queries = read_queries(options.query)
+    with _client(options) as client:
+        sums = client.sums(
+            options.layer,
+            queries,
+            group_by=options.group_by,
+            absolute=options.absolute,
+            where=options.where,
+            index=options.index,
+            timeout=options.timeout,
+        )
+    if options.json:
+        print_json(
+            {
+                "groups": sums.groups,
+                "values": sums.values,
+                "counts": sums.counts,
+                "coverage": _coverage(sums.coverage),
+            }
+        )
+        return 0
+    for query in range(len(queries)):
+        print(f"query {query}")
+        print_table(
+            [options.group_by, "rows", "sum"],
+            zip(sums.groups, sums.counts, sums.values[query], strict=True),
+        )
+        print()
+    _print_coverage(sums.coverage)
+    return 0
+
+
+def _output(options: argparse.Namespace) -> int:
+    queries = read_queries(options.query)
+    with _client(options) as client:
+        output = client.dual_output(
+            options.layer,
+            queries,
+            where=options.where,
+            at_step=options.at_step,
+            group_by=options.group_by,
+            index=options.index,
+            timeout=options.timeout,
+        )
+    if options.json:
+        print_json(
+            {
+                "values": output.values,
+                "initial": output.initial,
+                "trained": output.trained,
+                "groups": output.groups,
+                "counts": output.counts,
+                "coverage": _coverage(output.coverage),
+            }
+        )
+        return 0
+    units = range(output.values.shape[-1])
+    for query in range(len(queries)):
+        print(f"query {query}")
+        columns = {"unit": units, "initial": output.initial[query]}
+        if output.groups is None:
+            columns["output"] = output.values[query]
+            if output.trained is not None:
+                columns["trained layer"] = output.trained[query]
+        else:
+            for group, values in zip(output.groups, output.values[query], strict=True):
+                columns[f"{options.group_by} {_group(group)}"] = values
+        print_table(list(columns), zip(*columns.values(), strict=True))
+        print()
+    _print_coverage(output.coverage)
+    return 0
+
+
+def _parts(
+    query: int, column: str | None, groups: list[Any] | None
+) -> list[tuple[tuple[int, ...], str]]:
+    """Where a query's hits stand, per group where there are groups, and what to call them."""
+    if groups is None:
+        return [((query,), f"query {query}")]
+    return [
+        ((query, place), f"query {query}, {column} {_group(group)}")
+        for place, group in enumerate(groups)
+    ]
+
+
+def _group(group: Any) -> str:
+    return "without a value" if group is None else cell(group)
+
+
+def _coverage(coverage: Coverage) -> dict[str, int]:
+    return {
+        "rows": coverage.rows,
+        "total": coverage.total,
+        "nonfinite": coverage.nonfinite,
+    }
+
+
+def _print_coverage(coverage: Coverage) -> None:
+    beside = (
+        f"; {coverage.nonfinite:,} with keys that are not finite, never ranked"
+        if coverage.nonfinite
+        else ""
+    )
+    print(f"covers {coverage.rows:,} of {coverage.total:,} rows{beside}")

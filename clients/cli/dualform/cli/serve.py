@@ -1,0 +1,71 @@
+"""`dualform serve`: the server on one or more indexes."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from dualform.cli.errors import CommandError
+
+
+def add_to(commands: Any) -> None:
+    """Adds the command's arguments."""
+    parser = commands.add_parser(
+        "serve",
+        allow_abbrev=False,
+        help="answer questions over gRPC",
+        description="Serves indexes until SIGTERM or SIGINT, then finishes what is being answered.",
+    )
+    parser.add_argument(
+        "indexes",
+        nargs="*",
+        metavar="INDEX",
+        help="an index, served under its directory's name, or NAME=INDEX",
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="server.yaml")
+    parser.add_argument("--host", help="address to listen on (default 127.0.0.1)")
+    parser.add_argument("--port", type=int, help="port, 0 for a free one (default 50051)")
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    # Neither loads torch or FAISS: `run` sets the thread policy before it does.
+    from dualform.serve import ServerConfig, run
+
+    config = ServerConfig.load(options.config) if options.config else ServerConfig()
+    host = config.host if options.host is None else options.host
+    port = config.port if options.port is None else options.port
+    indexes = dict(config.indexes)
+    for name, path in named_indexes(options.indexes).items():
+        if name in indexes:
+            raise CommandError(
+                f"{name!r} is in {options.config} already; say OTHERNAME={path} to serve both"
+            )
+        indexes[name] = path
+    if not indexes:
+        raise CommandError("no index to serve: say `dualform serve INDEX`, or name one in --config")
+    listen = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return run(replace(config, indexes=indexes, listen=listen))
+
+
+def named_indexes(arguments: Sequence[str]) -> dict[str, Path]:
+    """`INDEX` or `NAME=INDEX` arguments, by name.
+
+    Raises:
+        CommandError: The same name twice.
+    """
+    indexes: dict[str, Path] = {}
+    for argument in arguments:
+        match = re.fullmatch(r"([A-Za-z0-9_][A-Za-z0-9_.-]*)=(.+)", argument)
+        path = Path(match[2] if match else argument)
+        name = match[1] if match else path.resolve().name
+        if name in indexes:
+            raise CommandError(
+                f"two indexes are called {name!r}: {indexes[name]} and {path}; say NAME={path}"
+            )
+        indexes[name] = path
+    return indexes

@@ -1,0 +1,149 @@
+"""What the package shows: its names, the same methods on both clients, light imports."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import dualform.client
+from dualform.client import AsyncClient, Client, DualformError
+
+
+def test_all_is_sorted_and_complete() -> None:
+    names = dualform.client.__all__
+    assert names == sorted(names)
+    public = {
+        name
+        for name, value in vars(dualform.client).items()
+        if not name.startswith("_") and not inspect.ismodule(value)
+    }
+    assert public == set(names)
+
+
+def test_every_error_is_exported() -> None:
+    kinds = {kind.__name__ for kind in DualformError.__subclasses__()}
+    assert kinds <= set(dualform.client.__all__)
+    codes = [kind.code for kind in DualformError.__subclasses__()]
+    assert len(codes) == len(set(codes))
+
+
+def test_both_clients_have_the_same_methods() -> None:
+    def surface(client: type) -> dict[str, str]:
+        return {
+            name: str(inspect.signature(member)).replace("AsyncClient", "Client")
+            for name, member in inspect.getmembers(client)
+            if callable(member) and (not name.startswith("_") or name == "__init__")
+        }
+
+    assert surface(Client) == surface(AsyncClient)
+    for name in surface(Client):
+        if name not in ("__init__", "local"):
+            assert inspect.iscoroutinefunction(getattr(AsyncClient, name)), name
+            assert not inspect.iscoroutinefunction(getattr(Client, name)), name
+
+
+def test_every_question_takes_index_and_timeout() -> None:
+    for name in ("top_k", "sums", "dual_output", "examples"):
+        parameters = inspect.signature(getattr(Client, name)).parameters
+        assert {"index", "timeout"} <= set(parameters), name
+
+
+def test_what_is_not_there_yet_is_refused(remote: Client, queries: np.ndarray) -> None:
+    for call in (
+        lambda: remote.top_k("fc", queries, rank_by="contribution"),  # type: ignore[call-arg]
+        lambda: remote.top_k("fc", queries, distinct="example"),  # type: ignore[call-arg]
+        lambda: remote.sums("fc", queries, group_by="step", bins=[0, 1]),  # type: ignore[call-arg]
+    ):
+        with pytest.raises(TypeError, match="unexpected keyword"):
+            call()
+    assert not hasattr(remote, "explain")
+
+
+REMOTE_ONLY = """
+import sys
+from importlib.abc import MetaPathFinder
+
+ALLOWED = {"dualform.v1", "dualform.client"}
+
+class Block(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        top = name.partition(".")[0]
+        heavy = {"torch", "faiss", "pyarrow", "pandas", "sqlglot", "yaml", "safetensors",
+                 "xxhash", "tqdm", "scipy", "sklearn", "grpc_status", "grpc_health"}
+        part = ".".join(name.split(".")[:2])
+        ours = part.startswith("dualform.") and part not in ALLOWED
+        if top in heavy or ours:
+            raise ImportError(f"{name} is blocked")
+        return None
+
+sys.meta_path.insert(0, Block())
+import asyncio
+import numpy as np
+from dualform.client import AsyncClient, Client, Filter, NotFoundError
+
+queries = np.load(sys.argv[2])
+where = Filter()
+where.comparison.column = "label"
+where.comparison.operator = 8
+with Client(sys.argv[1]) as client:
+    assert client.index().layers["fc"].values
+    hits = client.top_k("fc", queries, k=3, where=where, group_by="task")
+    client.sums("fc", queries, group_by="label")
+    client.dual_output("fc", queries)
+    client.examples([1])
+    try:
+        client.top_k("nope", queries)
+    except NotFoundError as error:
+        assert error.field == "layer", error.field
+    else:
+        raise SystemExit("no error")
+
+async def ask():
+    async with AsyncClient(sys.argv[1]) as client:
+        return await client.top_k("fc", queries, k=3, where=where, group_by="task")
+
+assert np.array_equal(asyncio.run(ask()).rows, hits.rows)
+try:
+    import torch
+except ImportError:
+    print("answered", hits.coverage.rows)
+"""
+
+
+def test_remote_mode_needs_grpc_protobuf_and_numpy_only(
+    server: str, queries: np.ndarray, tmp_path: Path
+) -> None:
+    np.save(tmp_path / "q.npy", queries)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", REMOTE_ONLY, server, str(tmp_path / "q.npy")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "answered 12\n"
+
+
+def test_local_mode_leaves_the_thread_policy_alone(memory: object, queries: np.ndarray) -> None:
+    program = """
+import os, sys
+import numpy as np, torch
+before = torch.get_num_threads(), dict(os.environ)
+from dualform.client import Client
+with Client.local(sys.argv[1]) as client:
+    client.top_k("fc", np.ones((2, 12), np.float32), k=3)
+    client.sums("fc", np.ones((2, 12), np.float32), group_by="label")
+assert (torch.get_num_threads(), dict(os.environ)) == before
+assert "faiss" not in sys.modules
+print("same")
+"""
+    path = str(memory.path)  # type: ignore[attr-defined]
+    done = subprocess.run(
+        [sys.executable, "-c", program, path], capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout == "same\n", done.stderr
