@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from client_memory import D_IN, Memory, make_memory
-from client_server import serving
 
 from dualform.client import Client
+
+from .memory import D_IN, Memory, make_memory
+from .serving import serving
 
 
 @pytest.fixture(scope="session")

@@ -71,9 +71,7 @@ def read_queries(path: Path) -> npt.NDArray[np.float32]:
     except OSError as error:
         raise CommandError(f"{path} can't be read: {error.strerror or error}") from None
     except MemoryError:
-        raise CommandError(
-            f"{path} announces more numbers than there is memory for; {save}"
-        ) from None
+        raise CommandError(f"{path} announces more than fits into memory; {save}") from None
     except (ValueError, EOFError) as error:
         raise CommandError(f"{path} is no .npy file of numbers ({error}); {save}") from None
     if queries.dtype != np.float32:

@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from client_memory import D_IN, Memory
-from client_server import free_port, serving
 from synthetic import make_index
 
 from dualform.client import (
@@ -35,6 +33,9 @@ from dualform.client import (
 )
 from dualform.engine.errors import CancelledError as EngineCancelledError
 from dualform.engine.requests import Catalog
+
+from .memory import D_IN, Memory
+from .serving import free_port, serving
 
 ONE = np.ones((1, D_IN), np.float32)
 NAN = np.full((1, D_IN), np.nan, np.float32)
@@ -301,9 +302,12 @@ def test_a_given_up_asyncio_question_stops_the_local_scan(
 
 def test_defects_are_internal_errors(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = Broken({"memory": memory.path})
-    with serving({"memory": memory.path}, catalog=broken) as address, Client(address) as client:
-        with pytest.raises(InternalError):
-            client.top_k("fc", ONE)
+    with (
+        serving({"memory": memory.path}, catalog=broken) as address,
+        Client(address) as client,
+        pytest.raises(InternalError),
+    ):
+        client.top_k("fc", ONE)
     monkeypatch.setattr("dualform.engine.requests.Catalog", Broken)
     with Client.local(memory.path) as client:
         with pytest.raises(InternalError, match="ZeroDivisionError") as caught:

@@ -8,14 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from client_memory import D_IN, Memory
-from client_server import serving
 from synthetic import make_index
 
 from dualform.client import Client, ResourceExhaustedError
 from dualform.client._questions import Plan, Questions, Send
 from dualform.serve import ServerLimits
 from dualform.v1 import attribution_pb2 as pb
+
+from .memory import D_IN, Memory
+from .serving import serving
 
 
 @pytest.fixture(scope="module")

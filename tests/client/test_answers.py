@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from client_memory import D_IN, D_OUT, LR, ROWS, Memory
 
 from dualform.client import AsyncClient, Client, Coverage, parse_filter
+
+from .memory import D_IN, D_OUT, LR, ROWS, Memory
 
 
 def test_what_is_served(remote: Client) -> None:

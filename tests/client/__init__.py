@@ -1,0 +1,1 @@
+"""Tests of the SDK, over real sockets and on real files."""
