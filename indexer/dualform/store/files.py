@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,9 +65,20 @@ def write_atomic(path: Path, data: bytes) -> FileEntry:
     return FileEntry(path.name, len(data), digest(data))
 
 
-def write_json(path: Path, data: dict[str, Any]) -> FileEntry:
-    """`write_atomic` of a JSON object (NaN and Infinity are refused: they are not JSON)."""
-    return write_atomic(path, json.dumps(data, indent=1, allow_nan=False).encode() + b"\n")
+def write_sealed(path: Path, data: Mapping[str, Any]) -> FileEntry:
+    """Write a JSON object atomically, with the digest of its own content under "xxh3".
+
+    NaN and Infinity are refused: they are not JSON.
+    """
+    sealed = {**data, "xxh3": digest(_canonical(data))}
+    return write_atomic(path, json.dumps(sealed, indent=1, allow_nan=False).encode() + b"\n")
+
+
+def check_seal(path: Path, data: Mapping[str, Any], remedy: str) -> None:
+    """Raise DamagedError unless an object read from `path` is what `write_sealed` wrote."""
+    content = {key: value for key, value in data.items() if key != "xxh3"}
+    if data.get("xxh3") != digest(_canonical(content)):
+        raise DamagedError(path, "its digest is not the one that was written", remedy)
 
 
 def read_json(path: Path, remedy: str) -> dict[str, Any]:
@@ -111,3 +123,7 @@ def read_checked(directory: Path, entry: FileEntry, remedy: str) -> bytes:
     if digest(data) != entry.xxh3:
         raise DamagedError(path, "its digest is not the one that was written", remedy)
     return data
+
+
+def _canonical(data: Mapping[str, Any]) -> bytes:
+    return json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()

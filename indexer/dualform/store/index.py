@@ -17,7 +17,7 @@ from urllib.parse import quote
 import numpy as np
 
 from dualform.store.errors import DamagedError, NotFoundError, VersionError
-from dualform.store.files import FileEntry, read_checked, read_json, write_json
+from dualform.store.files import FileEntry, check_seal, read_checked, read_json, write_sealed
 from dualform.store.ledger import InexactMark, Ledger, from_parquet
 
 FORMAT = "dualform-index"
@@ -104,7 +104,7 @@ class IndexManifest:
         """Write `manifest.json` atomically; this publishes what the directory holds."""
         data = asdict(self)
         data["layers"] = [asdict(layer) for layer in self.layers.values()]
-        write_json(directory / MANIFEST, {"format": FORMAT, "version": VERSION, **data})
+        write_sealed(directory / MANIFEST, {"format": FORMAT, "version": VERSION, **data})
 
     @classmethod
     def load(cls, directory: Path) -> IndexManifest:
@@ -125,13 +125,12 @@ class IndexManifest:
         if data.get("format") != FORMAT:
             raise NotFoundError(f"{directory} is not an index (format {data.get('format')!r})")
         version = data.get("version")
-        if not isinstance(version, int) or version < 1:
-            raise DamagedError(path, f"version {version!r}", REBUILD)
-        if version > VERSION:
+        if isinstance(version, int) and version > VERSION:
             raise VersionError(
                 f"{directory} is an index of version {version}; this dualform reads up to "
                 f"version {VERSION}: upgrade it, or rebuild the index with it"
             )
+        check_seal(path, data, REBUILD)
         try:
             return _manifest(data)
         except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -1,7 +1,8 @@
 """The dual output: what the rows' contributions (c_t x_t.x + c'_t) e_t add up to.
 
 Irie et al. (2022), eq. dual_linear, with coefficients for the whole SGD family
-(`dualform.store.ledger`). Float32 products per tile, float64 totals.
+(`dualform.store.ledger`). Weights are float32 products; the sum over rows is float64 throughout,
+because contributions cancel: a float32 sum over a tile's rows loses up to a hundred times more.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class WeightedValues:
         self._totals = torch.zeros(shape, dtype=torch.float64, device=device)
 
     def update(self, positions: np.ndarray, factors: torch.Tensor, values: torch.Tensor) -> None:
-        """Take a tile: positions int64 [rows], factors [n, rows], values float32 [rows, d_out]."""
+        """Take a tile: positions int64 [rows], factors and values float64 [n, rows], [rows, d_out]."""
         if self._codes is None:
             self._totals[0] += factors @ values
             return
@@ -122,12 +123,11 @@ def scan(
         for tile in shard.tiles(inside, values=True, device=device, stop=stop):
             steps = torch.from_numpy(layer.space.steps[tile.positions]).to(device)
             weights = tile_weights(own, tile.keys, wide=wide)
-            factors = weights * of_weight[steps].to(weights.dtype)
+            factors = weights.double().mul_(of_weight[steps])
             if of_bias is not None:
-                factors += of_bias[steps].to(weights.dtype)
+                factors += of_bias[steps]
             assert tile.values is not None
-            values = tile.values.double() if wide else tile.values
-            total.update(tile.positions, factors, values)
+            total.update(tile.positions, factors, tile.values.double())
     return total.result()
 
 

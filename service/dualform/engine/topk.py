@@ -28,6 +28,7 @@ _QUERY_BLOCK = 256
 _RESCORE_ROWS = 4096
 _COMPRESS_AT = 1 << 17
 _FAISS_SLACK = 32
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 class Scan:
@@ -235,6 +236,8 @@ class Candidates:
         starts = np.searchsorted(cells[order], np.arange(len(self._limits) + 1))
         full = np.flatnonzero(np.diff(starts) >= self._k)
         kth = merits[order[starts[full] + self._k - 1]]
+        # Beyond float32's range scores are infinite, and ids decide.
+        kth = np.where(kth < -_FLOAT32_MAX, -np.inf, np.minimum(kth, _FLOAT32_MAX))
         error = self._error[full // self._groups]
         # Two errors, and the rounding of a score to float32, under which ids decide.
         self._limits[full] = kth - 2 * error - np.abs(kth) * 2.0**-22

@@ -1,0 +1,59 @@
+"""Rule 1: a score is the float32 nearest to the exact dot product."""
+
+from __future__ import annotations
+
+import numpy as np
+import reference
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from dualform.engine.exact import error_bound, exact_scores
+
+floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+@st.composite
+def keys_and_query(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
+    d = draw(st.integers(1, 6))
+    n = draw(st.integers(1, 8))
+    keys = draw(hnp.arrays(np.float32, (n, d), elements=floats))
+    return keys, draw(hnp.arrays(np.float32, d, elements=floats))
+
+
+@settings(max_examples=300, deadline=None)
+@given(keys_and_query())
+def test_any_floats(case: tuple[np.ndarray, np.ndarray]) -> None:
+    keys, query = case
+    scores = exact_scores(torch.from_numpy(keys), torch.from_numpy(query))
+    expected = reference.exact_scores(keys, query[None])[0]
+    np.testing.assert_array_equal(scores.view(np.uint32), expected.view(np.uint32))
+
+
+def test_sums_beside_a_rounding_boundary() -> None:
+    # 1 + 2^-24 is the middle between two float32; what is added decides, far below float64's ulp.
+    for rest in (2.0**-90, 0.0, -(2.0**-90)):
+        keys = np.array([[1, 2.0**-24, rest]], np.float32)
+        query = np.ones(3, np.float32)
+        scores = exact_scores(torch.from_numpy(keys), torch.from_numpy(query))
+        assert scores[0] == (np.float32(1 + 2.0**-23) if rest > 0 else np.float32(1))
+        assert scores[0] == reference.exact_scores(keys, query[None])[0, 0]
+
+
+def test_cancellation() -> None:
+    keys = np.array([[1e20, 1.0, -1e20], [3e38, 3e38, -3e38]], np.float32)
+    query = np.ones(3, np.float32)
+    scores = exact_scores(torch.from_numpy(keys), torch.from_numpy(query))
+    np.testing.assert_array_equal(scores, np.array([1.0, 3e38], np.float32))
+
+
+def test_the_error_bound_holds_for_float32_products() -> None:
+    rng = np.random.default_rng(0)
+    for d in (3, 64, 800, 5000):
+        keys = torch.from_numpy(rng.standard_normal((200, d)).astype(np.float32))
+        queries = torch.from_numpy(rng.standard_normal((20, d)).astype(np.float32))
+        norms = torch.linalg.vector_norm(queries.double(), dim=1)
+        longest = float(torch.linalg.vector_norm(keys.double(), dim=1).max())
+        error = ((queries @ keys.T).double() - queries.double() @ keys.double().T).abs()
+        assert bool((error.amax(1) <= error_bound(d, norms, longest)).all())

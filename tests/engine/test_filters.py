@@ -1,0 +1,164 @@
+"""Filters select the rows that SQLite selects."""
+
+from __future__ import annotations
+
+import sqlite3
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dualform.engine.errors import InvalidArgumentError
+from dualform.engine.filters import MAX_DEPTH, evaluate
+from dualform.v1 import attribution_pb2 as pb
+
+VALUES = {
+    "step": [0, 1, 2, 3, None, 5, 2, 1],
+    "loss": [0.5, None, 1.5, 0.5, 2.5, -1.0, 0.0, 3.0],
+    "task": ["a", "b", None, "a", "it's", "", "b", "ä"],
+    "seen": [True, False, None, True, True, False, False, None],
+}
+COLUMNS = {name: pa.array(values) for name, values in VALUES.items()}
+SYMBOLS = {
+    pb.OPERATOR_EQ: "=",
+    pb.OPERATOR_NE: "<>",
+    pb.OPERATOR_LT: "<",
+    pb.OPERATOR_LE: "<=",
+    pb.OPERATOR_GT: ">",
+    pb.OPERATOR_GE: ">=",
+}
+
+
+def value(literal: object) -> pb.Value:
+    if isinstance(literal, bool):
+        return pb.Value(bool_value=literal)
+    if isinstance(literal, int):
+        return pb.Value(int64_value=literal)
+    if isinstance(literal, float):
+        return pb.Value(double_value=literal)
+    return pb.Value(string_value=str(literal))
+
+
+def compare(column: str, operator: int, *literals: object) -> pb.Filter:
+    own = pb.Comparison(column=column, operator=operator, values=[value(x) for x in literals])
+    return pb.Filter(comparison=own)
+
+
+def render(literal: object) -> str:
+    if isinstance(literal, bool):
+        return str(int(literal))
+    return repr(literal) if not isinstance(literal, str) else "'" + literal.replace("'", "''") + "'"
+
+
+@st.composite
+def comparisons(draw: st.DrawFn) -> tuple[pb.Filter, str]:
+    column = draw(st.sampled_from(list(VALUES)))
+    if column in ("step", "loss"):
+        literals: st.SearchStrategy = st.one_of(
+            st.integers(-2, 6), st.sampled_from([0.5, 1.0, 1.5, 2.0, -1.0])
+        )
+    else:
+        literals = (
+            st.sampled_from(["a", "b", "", "it's", "zz"]) if column == "task" else st.booleans()
+        )
+    kind = draw(st.sampled_from(["compare", "in", "null"]))
+    if kind == "null":
+        return compare(column, pb.OPERATOR_IS_NULL), f"{column} IS NULL"
+    if kind == "in":
+        chosen = draw(st.lists(literals, min_size=1, max_size=3))
+        text = ", ".join(map(render, chosen))
+        return compare(column, pb.OPERATOR_IN, *chosen), f"{column} IN ({text})"
+    operators = list(SYMBOLS) if column != "seen" else [pb.OPERATOR_EQ, pb.OPERATOR_NE]
+    operator = draw(st.sampled_from(operators))
+    literal = draw(literals)
+    return compare(column, operator, literal), f"{column} {SYMBOLS[operator]} {render(literal)}"
+
+
+def combine(children: st.SearchStrategy) -> st.SearchStrategy:
+    def join(parts: list, word: str) -> tuple[pb.Filter, str]:
+        filters = pb.FilterList(filters=[part[0] for part in parts])
+        text = f" {word} ".join(f"({part[1]})" for part in parts)
+        return (pb.Filter(all_of=filters) if word == "AND" else pb.Filter(any_of=filters)), text
+
+    several = st.lists(children, min_size=1, max_size=3)
+    return st.one_of(
+        several.map(lambda parts: join(parts, "AND")),
+        several.map(lambda parts: join(parts, "OR")),
+        children.map(lambda part: (pb.Filter(negated=part[0]), f"NOT ({part[1]})")),
+    )
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.recursive(comparisons(), combine, max_leaves=6))
+def test_selects_what_sqlite_selects(case: tuple[pb.Filter, str]) -> None:
+    where, text = case
+    database = sqlite3.connect(":memory:")
+    try:
+        database.execute(
+            "CREATE TABLE rows (id INTEGER, step INTEGER, loss REAL, task TEXT, seen INTEGER)"
+        )
+        rows = zip(range(8), *VALUES.values(), strict=True)
+        database.executemany("INSERT INTO rows VALUES (?, ?, ?, ?, ?)", rows)
+        expected = [
+            row for (row,) in database.execute(f"SELECT id FROM rows WHERE {text} ORDER BY id")
+        ]
+    finally:
+        database.close()
+    assert np.flatnonzero(evaluate(where, COLUMNS)).tolist() == expected
+
+
+def test_dictionary_columns_select_alike() -> None:
+    encoded = {**COLUMNS, "task": COLUMNS["task"].dictionary_encode()}
+    for where in (
+        compare("task", pb.OPERATOR_EQ, "a"),
+        compare("task", pb.OPERATOR_IN, "a", "b"),
+        compare("task", pb.OPERATOR_LT, "b"),
+    ):
+        np.testing.assert_array_equal(evaluate(where, encoded), evaluate(where, COLUMNS))
+
+
+def test_no_filter_selects_everything() -> None:
+    assert evaluate(pb.Filter(), COLUMNS).all()
+
+
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        (
+            compare("colour", pb.OPERATOR_EQ, 1),
+            "unknown column 'colour'; the columns are step, loss",
+        ),
+        (
+            compare("step", pb.OPERATOR_EQ, "one"),
+            "'step' is int64; it can't be compared with 'one'",
+        ),
+        (compare("task", pb.OPERATOR_EQ, 1), "'task' is string"),
+        (compare("task", pb.OPERATOR_IN, "a", 1), "'task' is string"),
+        (compare("step", pb.OPERATOR_EQ, True), "can't be compared with True"),
+        (compare("loss", pb.OPERATOR_LT, float("nan")), "NaN"),
+        (compare("step", pb.OPERATOR_EQ), "takes one value, not 0"),
+        (compare("step", pb.OPERATOR_EQ, 1, 2), "takes one value, not 2"),
+        (compare("step", pb.OPERATOR_IS_NULL, 1), "takes no values"),
+        (compare("step", 0, 1), "unknown operator"),
+        (pb.Filter(all_of=pb.FilterList()), "holds no filters"),
+        (
+            pb.Filter(comparison=pb.Comparison(column="step", operator=1, values=[pb.Value()])),
+            "use `step is null`",
+        ),
+    ],
+)
+def test_refuses(where: pb.Filter, words: str) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        evaluate(where, COLUMNS)
+    assert words in str(caught.value)
+    assert caught.value.field == "where"
+
+
+def test_refuses_deep_nesting() -> None:
+    where = compare("step", pb.OPERATOR_EQ, 1)
+    for _ in range(MAX_DEPTH + 1):
+        where = pb.Filter(negated=where)
+    with pytest.raises(InvalidArgumentError, match="nested deeper"):
+        evaluate(where, COLUMNS)
