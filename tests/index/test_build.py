@@ -1,0 +1,188 @@
+"""Building an index: what FAISS and NumPy read of it, its memory, and its interruptions."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import faiss
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from synthetic import make_index, make_recording
+
+from dualform.index import build_index
+from dualform.store import ExistsError, IndexManifest, NotFoundError
+
+ROWS, D_IN, D_OUT = 1000, 24, 5
+
+
+@pytest.fixture(scope="module")
+def arrays() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return {
+        "keys": rng.standard_normal((ROWS, D_IN)).astype(np.float32),
+        "values": rng.standard_normal((ROWS, D_OUT)).astype(np.float32),
+        "label": rng.integers(0, 4, ROWS),
+        "task": rng.integers(0, 2, ROWS),
+    }
+
+
+def build(directory: Path, arrays: dict[str, np.ndarray], shard_rows: int) -> Path:
+    columns = {name: arrays[name].tolist() for name in ("label", "task")}
+    return make_index(
+        directory,
+        arrays["keys"],
+        arrays["values"],
+        shard_rows=shard_rows,
+        rows_per_step=64,
+        **columns,
+    )
+
+
+@pytest.mark.parametrize("shard_rows", [1, 100, 300, 5000])
+def test_faiss_and_numpy_read_the_shards(
+    tmp_path: Path, arrays: dict[str, np.ndarray], shard_rows: int
+) -> None:
+    if shard_rows == 1:
+        arrays = {name: array[:20] for name, array in arrays.items()}
+    path = build(tmp_path, arrays, shard_rows)
+    manifest = IndexManifest.load(path)
+    layer, space = manifest.layers["fc"], manifest.spaces[0]
+    seen = []
+    for shard, own in zip(space.shards, layer.shards, strict=True):
+        sidecar = pq.read_table(path / shard.sidecar.name).to_pydict()
+        rows = np.array(sidecar["row"])
+        assert len(rows) <= shard_rows
+        index = faiss.read_index(str(path / own.keys.name))
+        assert isinstance(index, faiss.IndexFlatIP)
+        np.testing.assert_array_equal(index.reconstruct_n(0, index.ntotal), arrays["keys"][rows])
+        assert own.values is not None
+        np.testing.assert_array_equal(np.load(path / own.values.name), arrays["values"][rows])
+        for name in ("label", "task"):
+            np.testing.assert_array_equal(sidecar[name], arrays[name][rows])
+        np.testing.assert_array_equal(sidecar["step"], rows // 64)
+        np.testing.assert_array_equal(sidecar["slot"], rows % 64)
+        # Grouped by (task, label), in row-id order inside a group.
+        order = list(zip(sidecar["task"], sidecar["label"], sidecar["row"], strict=True))
+        assert order == sorted(order)
+        norms = np.linalg.norm(arrays["keys"][rows].astype(np.float64), axis=1)
+        assert norms.max() <= own.max_norm <= norms.max() * 1.001
+        seen.extend(rows)
+    np.testing.assert_array_equal(np.sort(seen), np.arange(len(arrays["keys"])))
+
+
+def test_rows_that_are_not_finite_are_named(tmp_path: Path) -> None:
+    keys = np.ones((50, 3), np.float32)
+    keys[[4, 5, 6, 20, 49], [0, 1, 2, 0, 1]] = [np.nan, np.inf, -np.inf, np.nan, np.inf]
+    keys[30] = 3e38  # finite, though its square is not a float32
+    path = make_index(tmp_path, keys, None, shard_rows=40)
+    first, second = IndexManifest.load(path).layers["fc"].shards
+    assert first.nonfinite == ((4, 7), (20, 21))
+    assert second.nonfinite == ((9, 10),)
+    assert np.sqrt(3) * 3e38 <= first.max_norm < np.inf
+
+
+def test_an_index_is_never_overwritten(tmp_path: Path, arrays: dict[str, np.ndarray]) -> None:
+    path = build(tmp_path, arrays, 300)
+    before = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
+    with pytest.raises(ExistsError, match="never overwritten"):
+        build_index(tmp_path / "recording", path)
+    assert {file: file.read_bytes() for file in path.rglob("*") if file.is_file()} == before
+
+
+def test_what_is_no_recording_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match="not a recording"):
+        build_index(tmp_path / "nothing", tmp_path / "index")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_values(tmp_path: Path, arrays: dict[str, np.ndarray]) -> None:
+    build(tmp_path, arrays, 300)
+    build_index(tmp_path / "recording", tmp_path / "bare", values=False)
+    assert list((tmp_path / "bare").rglob("*.npy")) == []
+    assert not IndexManifest.load(tmp_path / "bare").layers["fc"].values
+
+
+def test_progress_reaches_the_end(tmp_path: Path, arrays: dict[str, np.ndarray]) -> None:
+    build(tmp_path, arrays, 300)
+    seen: list[tuple[int, int]] = []
+    build_index(tmp_path / "recording", tmp_path / "again", progress=lambda *own: seen.append(own))
+    total = ROWS * (D_IN + D_OUT) * 4
+    assert seen[-1] == (total, total)
+    assert seen == sorted(seen)
+
+
+SLOW_BUILD = """
+import sys, time
+from dualform.index import build_index
+def progress(done, total):
+    print(done, flush=True)
+    time.sleep(0.01)
+build_index(sys.argv[1], sys.argv[2], shard_rows=100, progress=progress)
+"""
+
+
+def test_kill_9_leaves_no_index_and_the_next_build_is_the_same(
+    tmp_path: Path, arrays: dict[str, np.ndarray]
+) -> None:
+    reference = build(tmp_path, arrays, 100)
+    target = tmp_path / "killed"
+    arguments = [sys.executable, "-c", SLOW_BUILD, str(tmp_path / "recording"), str(target)]
+    for lines in (1, 9, 20):
+        process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        for _ in range(lines):
+            assert process.stdout.readline()
+        with pytest.raises(ExistsError, match="another build"):
+            build_index(tmp_path / "recording", target)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        assert not target.exists()
+    build_index(tmp_path / "recording", target, shard_rows=100)
+    files = {file.relative_to(reference) for file in reference.rglob("*") if file.is_file()}
+    assert files == {file.relative_to(target) for file in target.rglob("*") if file.is_file()}
+    for file in files:
+        assert (reference / file).read_bytes() == (target / file).read_bytes()
+    assert not (tmp_path / ".killed.partial").exists()
+    assert not (tmp_path / ".killed.lock").exists()
+
+
+PEAK = """
+import json, re, sys
+from dualform.index import build_index
+build_index(sys.argv[1], sys.argv[2], shard_rows=4096)
+status = open("/proc/self/status").read()
+print(json.dumps(int(re.search(r"VmHWM:\\s+(\\d+) kB", status)[1]) * 1024))
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs /proc")
+def test_memory_does_not_grow_with_the_recording(tmp_path: Path) -> None:
+    peaks = []
+    for rows in (20_000, 80_000):
+        keys = np.random.default_rng(0).standard_normal((rows, 400)).astype(np.float32)
+        directory = tmp_path / str(rows)
+        directory.mkdir()
+        recording = make_recording(
+            directory / "recording", keys, keys[:, :100], 128, 0.1, 0.0, {"label": [1] * rows}
+        )
+        arguments = [sys.executable, "-c", PEAK, str(recording), str(directory / "index")]
+        peaks.append(json.loads(subprocess.check_output(arguments)))
+    # Four times the rows are 120 MB more of keys and values; metadata and ledger are small.
+    assert peaks[1] - peaks[0] < 16 << 20, peaks
+
+
+def test_the_recording_is_left_alone(tmp_path: Path, arrays: dict[str, np.ndarray]) -> None:
+    build(tmp_path, arrays, 300)
+    recording = tmp_path / "recording"
+    before = {file: file.stat().st_mtime_ns for file in recording.rglob("*")}
+    time.sleep(0.01)
+    build_index(recording, tmp_path / "again")
+    assert {file: file.stat().st_mtime_ns for file in recording.rglob("*")} == before
