@@ -32,3 +32,11 @@ def pytest_runtest_makereport(
         report.outcome = "failed"
         report.longrepr = f"skipped, although the data sets are in {DATA}: {report.longrepr}"
     return report
+
+
+@pytest.fixture(scope="session")
+def digits_index(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small published index of a network trained on digits (tests/digits.py); read-only."""
+    import digits
+
+    return digits.publish(tmp_path_factory.mktemp("digits"))
