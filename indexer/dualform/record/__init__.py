@@ -1,0 +1,32 @@
+"""The recorder: hooks in the training process that keep a linear layer's training memory.
+
+`Recorder` is all that most users need. Sinks decide where a recording goes.
+"""
+
+from dualform.record.disk import DiskSink
+from dualform.record.errors import (
+    AnnotationError,
+    CaptureError,
+    LayerSelectionError,
+    RecorderClosedError,
+    RecordError,
+    RecordingFailedError,
+)
+from dualform.record.layers import LayerKind
+from dualform.record.recorder import Recorder
+from dualform.record.sink import CapturedPass, Sink, StepBatch
+
+__all__ = [
+    "AnnotationError",
+    "CaptureError",
+    "CapturedPass",
+    "DiskSink",
+    "LayerKind",
+    "LayerSelectionError",
+    "RecordError",
+    "Recorder",
+    "RecorderClosedError",
+    "RecordingFailedError",
+    "Sink",
+    "StepBatch",
+]

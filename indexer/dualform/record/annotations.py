@@ -1,0 +1,140 @@
+"""What the user says about the rows: converted at once, checked against the rows at the step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from dualform.record.errors import AnnotationError
+from dualform.store.recording_format import ROW_COLUMNS
+from dualform.store.row_metadata import TYPES, Block
+
+
+@dataclass(frozen=True)
+class Column:
+    """One annotated column: its values in row-major order, and the shape they were given in."""
+
+    values: pa.Array
+    shape: tuple[int, ...]
+
+
+class Annotations:
+    """The annotation in force, and the type that every column has had so far."""
+
+    def __init__(self) -> None:
+        self.current: Mapping[str, Column] = {}
+        self._types: dict[str, str] = {}
+
+    def set(self, columns: Mapping[str, Any]) -> None:
+        """Replace the annotation in force.
+
+        Raises:
+            AnnotationError: A reserved name, a type that cannot be stored, or another type than
+                the column had before.
+        """
+        converted: dict[str, Column] = {}
+        for name, value in columns.items():
+            if name in ROW_COLUMNS:
+                raise AnnotationError(
+                    f"annotate({name}=...): the recorder fills {', '.join(ROW_COLUMNS)} by itself; "
+                    "choose another name"
+                )
+            kind, converted[name] = _convert(name, value)
+            before = self._types.setdefault(name, kind)
+            if kind != before:
+                raise AnnotationError(
+                    f"annotate({name}=...): got {kind} where earlier calls gave {before}; "
+                    "a column keeps one type for the whole recording: convert it, or use two names"
+                )
+        self.current = converted
+
+    def clear(self) -> None:
+        """Forget the annotation in force, not the types."""
+        self.current = {}
+
+
+def block_of(step: int, leading: tuple[int, ...], columns: Mapping[str, Column]) -> Block:
+    """The metadata of a pass with this leading shape.
+
+    Raises:
+        AnnotationError: A column's size does not fit.
+    """
+    allowed = ((), leading[:1], leading) if leading else ((), (1,))
+    for name, column in columns.items():
+        if column.shape not in allowed:
+            raise AnnotationError(_misfit(name, column.shape, leading))
+    return Block(step, leading, {name: column.values for name, column in columns.items()})
+
+
+def _misfit(name: str, given: tuple[int, ...], leading: tuple[int, ...]) -> str:
+    allowed = ["one value for the whole batch"]
+    if leading:
+        allowed.append(f"{leading[0]} values, one per example")
+    if len(leading) > 1:
+        allowed.append(f"shape {list(leading)}, one per row")
+    return (
+        f"annotate({name}=...) was given shape {list(given)}, but a layer's input has "
+        f"{list(leading) or 'no'} leading dimensions ({math.prod(leading):,} rows): allowed are "
+        f"{'; '.join(allowed)}. Annotate each pass with its own batch, or leave layers with "
+        "other shapes out with Recorder(..., layers=[...])"
+    )
+
+
+def _convert(name: str, value: Any) -> tuple[str, Column]:
+    array = _as_numpy(name, value)
+    shape, flat = array.shape, array.reshape(-1)
+    kind = {"i": "int64", "u": "int64", "f": "float64", "b": "bool", "U": "string"}.get(
+        array.dtype.kind
+    )
+    if array.dtype.kind == "O" and all(isinstance(item, str) for item in flat):
+        kind = "string"
+    if kind is None or (kind == "int64" and array.size and int(array.max()) > 2**63 - 1):
+        raise AnnotationError(
+            f"annotate({name}=...): cannot store {_describe(array)}; allowed are integers (int64), "
+            "floating-point numbers, strings and booleans, without None. Leave the column out of "
+            "the call for passes that have no value"
+        )
+    if name == "example" and kind not in ("int64", "string"):
+        raise AnnotationError(
+            f"annotate(example=...): an example id is an integer or a string, not {kind}"
+        )
+    if kind == "string":
+        values = pa.array(flat.tolist(), pa.string())
+    else:
+        values = pa.array(flat.astype({"bool": np.bool_}.get(kind, kind), copy=True), TYPES[kind])
+    return kind, Column(values, shape)
+
+
+def _as_numpy(name: str, value: Any) -> np.ndarray:
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+        return np.asarray((value.float() if value.dtype == torch.bfloat16 else value).numpy())
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        raise AnnotationError(
+            f"annotate({name}=...): the nested lists have different lengths; "
+            "give a rectangular array"
+        ) from None
+    if array.dtype.kind == "U" and not isinstance(value, np.ndarray) and not _all_text(value):
+        raise AnnotationError(f"annotate({name}=...): strings and other values are mixed")
+    return array
+
+
+def _all_text(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(_all_text(item) for item in value)
+    return isinstance(value, str)
+
+
+def _describe(array: np.ndarray) -> str:
+    if array.dtype.kind != "O" or not array.size:
+        return f"dtype {array.dtype}"
+    kinds = sorted({type(item).__name__ for item in array.reshape(-1)})
+    return "values of type " + ", ".join(kinds)

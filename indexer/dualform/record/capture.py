@@ -1,0 +1,275 @@
+"""Capturing rows: hooks on one layer, and which rows belong to the coming step.
+
+Keys are copied in a forward hook, values in a pre-hook on the node that multiplies by the weight.
+A row is committed when its backward has accumulated into the weight's gradient, and dropped when
+that gradient is found zeroed (design: *What a row is*).
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+
+from dualform.record.annotations import Annotations, Column
+from dualform.record.buffers import Buffer, Pool
+from dualform.record.errors import CaptureError
+from dualform.record.layers import LayerKind
+from dualform.record.watch import GradientWatch
+from dualform.store.recording_format import LayerSpec
+
+
+class Pass:
+    """One forward pass of one layer, with its value once a backward brought it.
+
+    Attributes:
+        number: Order of the forward calls.
+        annotation: What was annotated when it ran.
+        leading: Shape of the input without its last axis.
+        rows: How many rows.
+        key: float32 [rows, d_in]; None once the step has taken it.
+        value: float32 [rows, d_out], raw (-dL/dy); None until it is committed.
+        key_probe: key @ v, float32 [rows].
+        value_probe: value @ u, float32 [rows].
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "annotation",
+        "key",
+        "key_probe",
+        "leading",
+        "number",
+        "rows",
+        "value",
+        "value_probe",
+    )
+
+    def __init__(
+        self,
+        number: int,
+        annotation: Mapping[str, Column],
+        leading: tuple[int, ...],
+        key: Buffer,
+        key_probe: torch.Tensor,
+    ) -> None:
+        self.number = number
+        self.annotation = annotation
+        self.leading = leading
+        self.rows = len(key_probe)
+        self.key: Buffer | None = key
+        self.key_probe = key_probe
+        self.value: Buffer | None = None
+        self.value_probe: torch.Tensor | None = None
+
+
+class Tape:
+    """What the layers of one recorder share: memory, annotation, order, and pending values."""
+
+    def __init__(self, pool: Pool, annotations: Annotations) -> None:
+        self.pool = pool
+        self.annotations = annotations
+        self.numbers = itertools.count()
+        self._pending: dict[int, dict[int, list[Callable[[], None]]]] = {}
+
+    def defer(self, layer: LayerCapture, commit: Callable[[], None]) -> None:
+        """Call `commit` once the running backward has accumulated into the layer's weight."""
+        task = _graph_task()
+        layers = self._pending.get(task)
+        if layers is None:
+            layers = self._pending[task] = {}
+            # A backward that never reaches the weight must not hold memory until the step.
+            Variable._execution_engine.queue_callback(lambda: self._forget(task))
+        layers.setdefault(id(layer), []).append(commit)
+
+    def commit(self, layer: LayerCapture) -> None:
+        """The running backward has accumulated into the layer's weight."""
+        for commit in self._pending.get(_graph_task(), {}).pop(id(layer), ()):
+            commit()
+
+    def discard(self) -> None:
+        """Forget backwards that were broken off."""
+        self._pending.clear()
+
+    def _forget(self, task: int) -> None:
+        self._pending.pop(task, None)
+
+
+class LayerCapture:
+    """The hooks on one layer.
+
+    Attributes:
+        passes: Committed for the coming step, by number.
+        ever: Rows were committed at some step.
+        autocast: A pass of this step ran under autocast.
+        double_backward: A backward of this step was itself differentiated.
+        carried: A backward of this step found a gradient that no row of this step explains.
+        late: A backward came, in a later step, through a forward whose key is gone.
+    """
+
+    def __init__(
+        self,
+        spec: LayerSpec,
+        kind: LayerKind,
+        module: nn.Module,
+        tape: Tape,
+        watches: Mapping[str, GradientWatch],
+        probes: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:
+        self.spec = spec
+        self.module = module
+        self.weight = kind.weight(module)
+        self.bias = kind.bias(module)
+        self.passes: dict[int, Pass] = {}
+        self.ever = False
+        self._kind = kind
+        self._tape = tape
+        self._watches = watches
+        self._u, self._v = probes
+        self._attached: set[str] = set()
+        self._handles: list[Any] = []
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Forget what was noted during the step before."""
+        self.autocast = self.double_backward = self.carried = self.late = False
+
+    def attach(self) -> None:
+        """Hook the module; the parameters follow as soon as they require gradients."""
+        hook = _ForwardHook(self)
+        self._handles.append(self.module.register_forward_hook(hook, with_kwargs=True))
+        self._attach_parameters()
+
+    def detach(self) -> None:
+        """Remove every hook, and let go of all rows."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.passes.clear()
+
+    def take(self) -> list[Pass]:
+        """The committed passes in forward order; they are the layer's no longer."""
+        passes = [self.passes[number] for number in sorted(self.passes)]
+        self.passes.clear()
+        return passes
+
+    def drop(self) -> None:
+        """The gradient was zeroed: the rows committed so far do not reach the step."""
+        for item in self.passes.values():
+            item.value = item.value_probe = None
+        self.passes.clear()
+
+    def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
+        """The forward hook: copy the key and hook the node that multiplies by the weight."""
+        weight = self.weight
+        if not (torch.is_grad_enabled() and weight.requires_grad and output.requires_grad):
+            return
+        if self._kind.weight(self.module) is not weight:
+            return  # functional_call and the like: not the recorded parameter
+        given = self._kind.input(args, kwargs).detach()
+        leading = tuple(given.shape[:-1])
+        rows = given.numel() // self.spec.d_in
+        if rows == 0:
+            return
+        node = self._kind.node(output, weight)
+        if node is None:
+            raise CaptureError(
+                f"layer {self.spec.name!r} ran, but its output does not come from a product with "
+                f"its weight (autograd node {output.grad_fn}); leave it out with "
+                "Recorder(..., layers=[...])"
+            )
+        self._attach_parameters()
+        if torch.is_autocast_enabled(given.device.type):
+            self.autocast = True
+        key = self._tape.pool.take((rows, self.spec.d_in))
+        key.tensor.view(given.shape).copy_(given)
+        item = Pass(
+            next(self._tape.numbers),
+            self._tape.annotations.current,
+            leading,
+            key,
+            torch.mv(key.tensor, self._v),
+        )
+        node.register_prehook(lambda gradients: self._backward(item, gradients[0]))
+
+    def _attach_parameters(self) -> None:
+        if len(self._attached) == len(self._watches):
+            return
+        for role, parameter in (("weight", self.weight), ("bias", self.bias)):
+            if parameter is None or role in self._attached or not parameter.requires_grad:
+                continue
+            self._attached.add(role)
+            hook = self._weight_accumulated if role == "weight" else self._bias_accumulated
+            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+
+    def _backward(self, item: Pass, gradient: torch.Tensor | None) -> None:
+        """The node's pre-hook: copy the value, to be committed if the weight accumulates."""
+        if gradient is None:
+            return
+        if torch.is_grad_enabled():
+            self.double_backward = True
+        if item.key is None:
+            self.late = True
+            return
+        grad = self.weight.grad
+        if self.passes:
+            if grad is None or self._watches["weight"].zeroed(grad):
+                self.drop()
+        elif grad is not None and bool(grad[:: self._watches["weight"].stride].any()):
+            self.carried = True
+        value = self._tape.pool.take((item.rows, self.spec.d_out))
+        _negate(gradient.detach(), value.tensor)
+        probe = torch.mv(value.tensor, self._u)
+        self._tape.defer(self, lambda: self._commit(item, value, probe))
+
+    def _commit(self, item: Pass, value: Buffer, probe: torch.Tensor) -> None:
+        if item.value is None or item.value_probe is None:
+            item.value, item.value_probe = value, probe
+        else:
+            item.value.tensor.add_(value.tensor)
+            item.value_probe = item.value_probe + probe
+        self.passes[item.number] = item
+        self.ever = True
+
+    def _weight_accumulated(self, parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        self._watches["weight"].accumulated(parameter.grad)
+        self._tape.commit(self)
+
+    def _bias_accumulated(self, parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        self._watches["bias"].accumulated(parameter.grad)
+
+
+class _ForwardHook:
+    """The hook that lies in the module. Copies of the module get an inert one."""
+
+    def __init__(self, layer: LayerCapture | None = None) -> None:
+        self._layer = None if layer is None else weakref.ref(layer)
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        layer = None if self._layer is None else self._layer()
+        if layer is not None:
+            layer.forward(args, kwargs, output)
+
+    def __reduce__(self) -> tuple[type[_ForwardHook], tuple[()]]:
+        return _ForwardHook, ()
+
+
+def _graph_task() -> int:
+    return int(torch._C._current_graph_task_id())
+
+
+def _negate(gradient: torch.Tensor, out: torch.Tensor) -> None:
+    gradient = gradient.view(out.shape) if gradient.dim() != 2 else gradient
+    if gradient.dtype == out.dtype and gradient.device == out.device:
+        torch.neg(gradient, out=out)
+    else:
+        out.copy_(gradient).neg_()

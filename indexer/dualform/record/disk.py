@@ -1,0 +1,218 @@
+"""The sink that writes a recording to disk, in a background thread with a bounded queue."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from dualform.record.errors import RecordingFailedError
+from dualform.record.sink import CapturedPass, State, StepBatch
+from dualform.store.ledger import InexactMark
+from dualform.store.recording_format import RecordingManifest
+from dualform.store.recording_writer import Examples, Record, RecordingWriter, StepPass
+
+_MIB = 1 << 20
+_WRITE_BYTES = 16 * _MIB
+_LOGGER = logging.getLogger("dualform.record")
+
+Job = Callable[[RecordingWriter], None]
+
+
+class DiskSink:
+    """Writes to a directory. Training waits only where the queue is full, and at the end.
+
+    Args:
+        path: Must not exist.
+        queue_bytes: How much may wait to be written before `append` waits.
+        segment_bytes: Size at which a segment is committed.
+        commit_seconds: Age at which it is committed, at the next step.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        queue_bytes: int = 256 * _MIB,
+        segment_bytes: int = 256 * _MIB,
+        commit_seconds: float = 10.0,
+    ) -> None:
+        self.path = Path(path)
+        self._queue_bytes = queue_bytes
+        self._segment_bytes = segment_bytes
+        self._commit_seconds = commit_seconds
+        self._batches: list[StepBatch] = []
+        self._batch_bytes = 0
+        self._handed_over = self._committed = time.monotonic()
+        self._jobs: deque[tuple[Job, int]] = deque()
+        self._waiting_bytes = 0
+        self._condition = threading.Condition()
+        self._error: BaseException | None = None
+        self._steps = self._committed_steps = 0
+        self._thread: threading.Thread | None = None
+        self._writer: RecordingWriter | None = None
+
+    def open(self, manifest: RecordingManifest) -> None:
+        """Claim the path, write the manifest, start the thread.
+
+        Raises:
+            ExistsError: The path is there already.
+        """
+        self._writer = RecordingWriter(self.path, manifest)
+        self._thread = threading.Thread(target=self._run, name="dualform-record", daemon=True)
+        self._thread.start()
+
+    def begin(self, initial: State, step_bytes: int, planned_steps: int | None) -> None:
+        """Say what a step costs, warn where the planned run does not fit, keep the state."""
+        free = shutil.disk_usage(self.path).free
+        _LOGGER.info(
+            "%s: %.2f MB per step; %.1f GB are free, enough for %s steps",
+            self.path,
+            step_bytes / 1e6,
+            free / 1e9,
+            f"{free // max(1, step_bytes):,}",
+        )
+        if planned_steps is not None and planned_steps * step_bytes > free:
+            warnings.warn(
+                f"{self.path}: {planned_steps:,} steps of {step_bytes / 1e6:.2f} MB need "
+                f"{planned_steps * step_bytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free; "
+                "record fewer layers (layers=[...]), keys alone (values=False), or to another disk",
+                stacklevel=2,
+            )
+        self._put(lambda writer: writer.write_initial(initial))
+
+    def check(self) -> None:
+        """Raise what went wrong in the background.
+
+        Raises:
+            RecordingFailedError: Such as a full disk.
+        """
+        if self._error is not None:
+            raise RecordingFailedError(self._failure()) from self._error
+
+    def append(self, batch: StepBatch) -> None:
+        """Queue one step; waits where the queue is full."""
+        self.check()
+        self._batches.append(batch)
+        self._batch_bytes += batch.nbytes
+        self._steps += 1
+        # Handing over wakes the thread, so it is done for many small steps at once.
+        due = time.monotonic() - self._handed_over >= self._commit_seconds
+        if due or self._batch_bytes >= min(_WRITE_BYTES, self._segment_bytes):
+            self._hand_over()
+        with self._condition:
+            while self._waiting_bytes > self._queue_bytes and self._error is None:
+                self._condition.wait()
+
+    def add_examples(
+        self, ids: Sequence[int] | Sequence[str], kinds: Sequence[str], data: Sequence[bytes]
+    ) -> None:
+        """Queue payloads; they are part of the recording with the next commit."""
+        self.check()
+        examples = Examples(ids, kinds, data)
+        self._put(lambda writer: writer.add_examples(examples), sum(map(len, data)))
+
+    def commit(self) -> None:
+        """Wait until everything is on disk and committed."""
+        self._hand_over()
+        self._put(self._commit)
+        with self._condition:
+            while self._jobs and self._error is None:
+                self._condition.wait()
+        self.check()
+
+    def close(self, final: State, marks: Sequence[tuple[str, InexactMark]]) -> None:
+        """Write everything, then the final state; ends the thread whatever happens."""
+        self._hand_over()
+        self._put(lambda writer: writer.mark(marks))
+        self._put(lambda writer: writer.close(final))
+        self._put(None)
+        if self._thread is not None:
+            self._thread.join()
+        self.check()
+
+    def _hand_over(self) -> None:
+        self._handed_over = time.monotonic()
+        if self._batches:
+            batches, self._batches = self._batches, []
+            size, self._batch_bytes = self._batch_bytes, 0
+            self._put(lambda writer: self._write(writer, batches), size)
+
+    def _put(self, job: Job | None, size: int = 0) -> None:
+        with self._condition:
+            self._jobs.append((job or _stop, size))
+            self._waiting_bytes += size
+            self._condition.notify_all()
+
+    def _run(self) -> None:
+        writer = self._writer
+        assert writer is not None
+        while True:
+            with self._condition:
+                while not self._jobs:
+                    self._condition.wait()
+                job, size = self._jobs[0]
+            if job is _stop:
+                return
+            try:
+                if self._error is None:
+                    job(writer)
+            except BaseException as error:
+                self._error = error
+                writer.abandon()
+            del job
+            with self._condition:
+                self._jobs.popleft()
+                self._waiting_bytes -= size
+                self._condition.notify_all()
+
+    def _write(self, writer: RecordingWriter, batches: list[StepBatch]) -> None:
+        for batch in batches:
+            passes = [_step_pass(item) for item in batch.passes]
+            writer.append(passes, batch.blocks, batch.ledger, batch.marks)
+            if writer.segment_bytes >= self._segment_bytes:
+                self._commit(writer)
+        writer.flush()
+        batches.clear()
+        if time.monotonic() - self._committed >= self._commit_seconds:
+            self._commit(writer)
+
+    def _commit(self, writer: RecordingWriter) -> None:
+        writer.commit()
+        self._committed = time.monotonic()
+        self._committed_steps = writer.steps
+
+    def _failure(self) -> str:
+        error = self._error
+        full = isinstance(error, OSError) and error.errno in _FULL
+        what = "there is no space left" if full else f"writing failed ({error!r})"
+        remedy = (
+            "free some space or choose another disk, then record again; recording fewer layers "
+            "(layers=[...]) or keys alone (values=False) needs less"
+            if full
+            else "mend the cause, then record again"
+        )
+        return (
+            f"{self.path}: {what}; {self._committed_steps:,} of {self._steps:,} steps are "
+            f"committed and stay readable; {remedy}"
+        )
+
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+def _stop(writer: RecordingWriter) -> None:
+    """The job that ends the thread."""
+
+
+def _step_pass(item: CapturedPass) -> StepPass:
+    values = None if item.values is None else Record(item.values.memory, item.values.nbytes)
+    keys = Record(item.keys.memory, item.keys.nbytes)
+    return StepPass(item.layer, item.rows, item.block, keys, values)

@@ -1,0 +1,35 @@
+"""What can go wrong while recording.
+
+RecordError
+├── LayerSelectionError     no such layer, or one that cannot be recorded
+├── AnnotationError         a column's name, type or size does not fit
+├── CaptureError            a layer's rows cannot be captured
+├── RecorderClosedError     used after close()
+└── RecordingFailedError    the sink failed, such as a full disk
+"""
+
+from __future__ import annotations
+
+
+class RecordError(Exception):
+    """Base of everything the recorder raises; the message says what to do next."""
+
+
+class LayerSelectionError(RecordError):
+    """`layers=` names nothing that can be recorded."""
+
+
+class AnnotationError(RecordError):
+    """An annotation does not fit the rows, or its own earlier type."""
+
+
+class CaptureError(RecordError):
+    """A selected layer is used in a way that leaves no rows to record."""
+
+
+class RecorderClosedError(RecordError):
+    """The recorder was closed; make a new one with a new path."""
+
+
+class RecordingFailedError(RecordError):
+    """The sink could not take a step. What it committed before stays readable."""

@@ -1,0 +1,6 @@
+"""The kinds of layers that can be recorded, one file each; importing a file registers its kind."""
+
+from dualform.record.layers import linear as _linear  # noqa: F401
+from dualform.record.layers.base import LayerKind
+
+__all__ = ["LayerKind"]

@@ -1,0 +1,184 @@
+"""One recorded layer at the step: which rows it keeps, its ledger rows, and its inexact marks."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from dualform.record.capture import LayerCapture, Pass, Tape
+from dualform.record.check import GradientCheck, Verdict, WeightProbe
+from dualform.record.errors import CaptureError
+from dualform.record.optimizer import OptimizerView
+from dualform.record.selection import SelectedLayer
+from dualform.record.watch import GradientWatch
+from dualform.store.ledger import InexactMark, LedgerRow
+
+WEIGHTS_CHANGED = "weights changed other than by the recorded optimizer steps"
+
+_CAUSES = """layer {name!r} got a gradient, but none of its own passes brought it. Likely causes:
+- the model uses the weight without calling the layer: F.linear(x, layer.weight), or
+  nn.MultiheadAttention, which never calls its out_proj;
+- the model was compiled and had run before the recorder was made: make it before the first call;
+- the gradient was assigned by hand, or its backward ran before the recorder was made.
+Leave the layer out with Recorder(..., layers=[...]), or call it as a module."""
+
+
+class RecordedLayer:
+    """A layer with its hooks, its checks and what they found.
+
+    Attributes:
+        spec: As in the manifest.
+        capture: Its hooks and committed passes.
+        parameters: Weight and bias by name as in `model.named_parameters()`.
+        kept: The passes that belong to the step being prepared.
+        check_every: Every how many steps the weights are compared with their prediction.
+    """
+
+    check_every = 16
+
+    def __init__(
+        self,
+        selected: SelectedLayer,
+        optimizer: OptimizerView,
+        tape: Tape,
+        random: np.random.Generator,
+    ) -> None:
+        spec = self.spec = selected.spec
+        weight, bias = selected.kind.weight(selected.module), selected.kind.bias(selected.module)
+        self.parameters: dict[str, torch.Tensor] = {spec.weight: weight}
+        if spec.bias is not None and bias is not None:
+            self.parameters[spec.bias] = bias
+        roles = dict(zip(("weight", "bias"), self.parameters.values(), strict=False))
+        self._watches = {role: GradientWatch(p.shape) for role, p in roles.items()}
+        self._check = GradientCheck(spec.d_in, spec.d_out, random)
+        self.capture = LayerCapture(
+            spec,
+            selected.kind,
+            selected.module,
+            tape,
+            self._watches,
+            (self._check.u, self._check.v),
+        )
+        self.kept: list[Pass] = []
+        self._optimizer = optimizer
+        self._rows: list[tuple[LedgerRow, Verdict]] = []
+        self._probes = {name: WeightProbe() for name in self.parameters}
+        self._single = weight.dtype == torch.float32
+        self._follow_weights = self._single and optimizer.exact
+        self._follow_rows = self._single
+
+    def judge(self, step: int) -> tuple[list[LedgerRow], InexactMark | None]:
+        """Decide which rows reach the step, and test them against the gradient.
+
+        Returns:
+            The ledger's rows of the weight and the bias, and a mark if the layer turns inexact.
+
+        Raises:
+            CaptureError: The weight has a gradient, and the layer never had a row.
+        """
+        passes = [self.capture.passes[number] for number in sorted(self.capture.passes)]
+        mark = self._first_mark() if step == 0 else None
+        weight = self._verdict("weight", passes)
+        self.kept = passes if weight.took_part and not weight.zeroed else []
+        if weight.took_part and not weight.zeroed and not self.capture.ever:
+            grad = self.capture.weight.grad
+            if grad is not None and bool(grad.any()):
+                raise CaptureError(_CAUSES.format(name=self.spec.name))
+        verdicts = [weight]
+        if len(self.parameters) > 1:
+            verdicts.append(self._verdict("bias", self.kept))
+        self._rows = [
+            (self._optimizer.row(step, name, p, verdict.scale, verdict.took_part), verdict)
+            for (name, p), verdict in zip(self.parameters.items(), verdicts, strict=True)
+        ]
+        fault = next((v.fault for v in verdicts if v.fault is not None), None)
+        if fault is not None and self._follow_rows and mark is None:
+            self._follow_rows = self._follow_weights = False
+            mark = InexactMark(step, self._reason(fault))
+        return [row for row, _ in self._rows], mark
+
+    def check_weights(self, step: int) -> InexactMark | None:
+        """Compare weights and momentum buffers with what the steps so far should have made them.
+
+        Args:
+            step: How many steps there were.
+        """
+        if not self._follow_weights:
+            return None
+        since = step
+        agree = True
+        for name, parameter in self.parameters.items():
+            state = self._probe_state(parameter)
+            probe = self._probes[name]
+            since = probe.since
+            agree = agree and (step == 0 or probe.agrees(state))
+            probe.reset(step, state)
+        if agree:
+            return None
+        self._follow_weights = False
+        return InexactMark(since, f"{WEIGHTS_CHANGED} (between step {since} and step {step})")
+
+    def advance(self) -> None:
+        """The step has run: follow it, and let go of its rows."""
+        for item in self.kept:
+            item.key = item.value = item.value_probe = None
+        self.capture.passes.clear()
+        self.capture.begin_step()
+        self.kept = []
+        for (name, _), (row, verdict) in zip(self.parameters.items(), self._rows, strict=True):
+            if self._follow_weights:
+                self._probes[name].advance(row, verdict)
+
+    def _verdict(self, role: str, passes: list[Pass]) -> Verdict:
+        parameter = self.capture.weight if role == "weight" else self.capture.bias
+        assert parameter is not None
+        grad, watch = parameter.grad, self._watches[role]
+        if grad is None:
+            return Verdict(False)
+        if not self._follow_rows:
+            zeroed = bool(passes) and watch.zeroed(grad)
+            scale = 1.0 if zeroed or watch.untouched(grad) else watch.scale(grad).factor
+            return Verdict(True, zeroed, scale if np.isfinite(scale) else 1.0)
+        test = self._check.weight if role == "weight" else self._check.bias
+        return test(grad, watch, passes)
+
+    def _probe_state(self, parameter: torch.Tensor) -> list[tuple[float, float]]:
+        momentum = self._optimizer.momentum(parameter)
+        buffer = (0.0, 0.0) if momentum is None else self._check.probe(momentum)
+        return [self._check.probe(parameter), buffer]
+
+    def _first_mark(self) -> InexactMark | None:
+        if not self._single:
+            return InexactMark(
+                0, f"rounded: {self.spec.dtype} weights, but keys and values are kept as float32"
+            )
+        if not self._optimizer.exact:
+            return InexactMark(
+                0,
+                f"optimizer {self._optimizer.name}: only torch.optim.SGD's weights are a sum over "
+                "rows; attention weights stay exact",
+            )
+        return None
+
+    def _reason(self, fault: str) -> str:
+        capture = self.capture
+        if fault == "not finite":
+            return "the gradient is not finite"
+        if fault == "clipped":
+            return "the gradient was clipped by value, which no factor describes"
+        if fault == "edited":
+            return "the gradient was changed between backward and step other than by one factor"
+        if capture.autocast:
+            return "reduced precision (autocast): the gradient was computed from rounded numbers"
+        if capture.double_backward:
+            return "double backward (gradient penalty): its part of the gradient is no row"
+        if capture.late:
+            return "a backward ran again, after a step, through a forward of an earlier step"
+        if capture.carried or not capture.passes:
+            return "the gradient was carried over a step without zeroing, or assigned by hand"
+        if not capture.weight.requires_grad or capture.weight.grad is None:
+            return "the bias was trained while the weight was frozen"
+        return (
+            "the rows do not add up to the gradient; is the weight used elsewhere too "
+            "(tied, F.linear), or changed by a hook?"
+        )

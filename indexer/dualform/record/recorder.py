@@ -1,0 +1,282 @@
+"""The recorder: ties hooks, optimizer steps, annotation and checks to a sink."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from dualform.record.annotations import Annotations, block_of
+from dualform.record.buffers import Pool
+from dualform.record.capture import Pass, Tape
+from dualform.record.disk import DiskSink
+from dualform.record.errors import RecorderClosedError, RecordError
+from dualform.record.examples import ExampleIntake
+from dualform.record.optimizer import OptimizerView
+from dualform.record.recorded import RecordedLayer
+from dualform.record.selection import select_layers
+from dualform.record.sink import CapturedPass, Sink, StepBatch
+from dualform.store.ledger import InexactMark
+from dualform.store.recording_format import RecordingManifest
+from dualform.store.row_metadata import Block
+
+_LOGGER = logging.getLogger("dualform.record")
+_POOL_BYTES = 256 << 20
+
+
+class Recorder:
+    """Records the training memory of a model's linear layers while it trains.
+
+    Training is bit-identical with and without it.
+
+        with Recorder(model, optimizer, "runs/mnist") as recorder:
+            for images, labels in loader:
+                recorder.annotate(label=labels)
+                ...                      # forward, zero_grad, backward, step as ever
+
+    Args:
+        model: The whole model, already on its device.
+        optimizer: Exact for torch.optim.SGD itself (momentum, dampening, Nesterov, weight decay,
+            schedules, clipping); for any other the attention weights stay exact and the recording
+            says that the rest is not.
+        path_or_sink: A directory that does not exist yet, or a sink.
+        layers: Names or glob patterns as in `model.named_modules()`; None for every supported
+            layer whose weight the optimizer holds, neither parametrised nor tied.
+        values: False records keys alone: enough for attention weights, not for outputs.
+        steps: How many optimizer steps are planned, if known: a warning comes before the first
+            one where they do not fit the disk.
+
+    Raises:
+        LayerSelectionError: `layers` names nothing that can be recorded.
+        dualform.store.ExistsError: The path exists.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        path_or_sink: str | os.PathLike[str] | Sink,
+        *,
+        layers: Sequence[str] | None = None,
+        values: bool = True,
+        steps: int | None = None,
+    ) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer)}")
+        self._optimizer = OptimizerView(optimizer)
+        selected = select_layers(model, layers, self._optimizer.holds)
+        self._annotations = Annotations()
+        self._tape = Tape(Pool(_POOL_BYTES), self._annotations)
+        random = np.random.default_rng()
+        self._layers = [
+            RecordedLayer(item, self._optimizer, self._tape, random) for item in selected
+        ]
+        self._values = values
+        self._planned_steps = steps
+        self._step = 0
+        self._open_step: StepBatch | None = None
+        self._marks: list[tuple[str, InexactMark]] = []
+        self._examples = ExampleIntake()
+        self._closed = False
+        is_path = isinstance(path_or_sink, (str, os.PathLike))
+        self._sink: Sink = DiskSink(path_or_sink) if is_path else path_or_sink  # type: ignore
+        specs = {layer.spec.name: layer.spec for layer in self._layers}
+        self._sink.open(RecordingManifest(self._optimizer.name, specs, values, _program()))
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+        for layer in self._layers:
+            layer.capture.attach()
+
+    def annotate(self, **columns: Any) -> None:
+        """Say what the rows of the following passes are, until the next call or step.
+
+        Args:
+            columns: By name; `example` (an id), `label`, `task`, and any others. Each is one value
+                for the whole batch, one per example [batch], or one per row [batch, time]:
+                integers, floating-point numbers, strings or booleans, as lists, NumPy arrays or
+                tensors. Copied at once.
+
+        Raises:
+            AnnotationError: A reserved name, a type that cannot be stored, or one that the column
+                did not have before. Sizes are checked at the step, before it moves the weights.
+            RecorderClosedError: After `close`.
+        """
+        self._check_open()
+        self._annotations.set(columns)
+
+    def add_examples(
+        self, ids: Sequence[int] | Sequence[str] | np.ndarray, payloads: Sequence[bytes | str]
+    ) -> None:
+        """Keep what people want to look at: PNG bytes, other bytes, or text, by example id.
+
+        An id that was given before keeps its first payload, so the call may stand in the loop.
+
+        Raises:
+            AnnotationError: Lengths or types do not fit.
+            RecorderClosedError: After `close`.
+        """
+        self._check_open()
+        new = self._examples.take(ids, payloads)
+        if new is not None:
+            self._sink.add_examples(*new)
+
+    def close(self) -> None:
+        """Record the final state, write everything, and remove all hooks. Twice does no harm.
+
+        Raises:
+            RecordingFailedError: The sink failed, such as on a full disk.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        for handle in self._handles:
+            handle.remove()
+        self._tape.discard()
+        for layer in self._layers:
+            layer.capture.detach()
+            self._mark(layer, layer.check_weights(self._step))
+        self._sink.close(self._state(), tuple(self._marks))
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            self.close()
+        except RecordError as failure:  # the loop's own exception must be what the user sees
+            _LOGGER.error("while closing after %r: %s", error, failure)
+
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """The step's pre-hook. SGD evaluates a closure before it looks at its gradients, after all
+        other pre-hooks: ours is put there, around the user's where there is one.
+        """
+        closure: Callable[[], Any] | None = kwargs.get("closure")
+        if closure is None and len(args) > 1:
+            closure = args[1]
+        if closure is None and not self._optimizer.exact:
+            self._prepare()
+            return None
+
+        def evaluate() -> Any:
+            loss = None if closure is None else closure()
+            self._prepare()
+            return loss
+
+        return args[:1], {**kwargs, "closure": evaluate}
+
+    @torch.no_grad()
+    def _prepare(self) -> None:
+        """Close the accumulation: judge the gradients, build the step. Weights are as before."""
+        self._sink.check()
+        step = self._step
+        ledger, passes, blocks = [], [], _Blocks(step)
+        for layer in self._layers:
+            if step == 0 or step % layer.check_every == 0:
+                self._mark(layer, layer.check_weights(step))
+            rows, mark = layer.judge(step)
+            ledger.extend(rows)
+            self._mark(layer, mark)
+            for item in layer.kept:
+                passes.append(self._captured(layer.spec.name, item, blocks))
+        batch = StepBatch(step, passes, blocks.blocks, ledger, tuple(self._marks))
+        if step == 0:
+            self._sink.begin(self._state(), batch.nbytes, self._planned_steps)
+        self._open_step = batch
+
+    def _after_step(self, *_: Any) -> None:
+        """The step's post-hook: the weights have moved."""
+        batch, self._open_step = self._open_step, None
+        if batch is None:
+            return
+        self._tape.discard()
+        self._annotations.clear()
+        self._marks.clear()
+        for layer in self._layers:
+            layer.advance()
+        self._step += 1
+        self._sink.append(batch)
+
+    def _captured(self, layer: str, item: Pass, blocks: _Blocks) -> CapturedPass:
+        assert item.key is not None
+        values = item.value if self._values else None
+        return CapturedPass(layer, item.rows, blocks.number(layer, item), item.key, values)
+
+    def _mark(self, layer: RecordedLayer, mark: InexactMark | None) -> None:
+        if mark is not None:
+            _LOGGER.warning(
+                "layer %r is inexact from step %d on: %s",
+                layer.spec.name,
+                mark.from_step,
+                mark.reason,
+            )
+            self._marks.append((layer.spec.name, mark))
+
+    def _state(self) -> dict[str, np.ndarray]:
+        state: dict[str, np.ndarray] = {}
+        for layer in self._layers:
+            for name, parameter in layer.parameters.items():
+                state[name] = _array(parameter)
+                momentum = self._optimizer.momentum(parameter)
+                if momentum is not None:
+                    state[f"momentum:{name}"] = _array(momentum)
+        return state
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RecorderClosedError(
+                "this recorder is closed; make a new Recorder with a new path, and annotate "
+                "inside its `with` block"
+            )
+
+
+class _Blocks:
+    """Numbers the metadata of a step's passes, the same for layers that ran in the same passes."""
+
+    def __init__(self, step: int) -> None:
+        self.blocks: list[Block] = []
+        self._step = step
+        self._numbers: dict[tuple[int, tuple[int, ...], int], int] = {}
+        self._seen: dict[tuple[str, int, tuple[int, ...]], int] = {}
+
+    def number(self, layer: str, item: Pass) -> int:
+        """The n-th pass of a layer with one annotation and shape has the n-th such block."""
+        seen = (layer, id(item.annotation), item.leading)
+        repeat = self._seen[seen] = self._seen.get(seen, -1) + 1
+        key = (id(item.annotation), item.leading, repeat)
+        if key not in self._numbers:
+            self._numbers[key] = len(self.blocks)
+            self.blocks.append(block_of(self._step, item.leading, item.annotation))
+        return self._numbers[key]
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    tensor = tensor.detach()
+    if tensor.dtype not in (torch.float32, torch.float64):
+        tensor = tensor.float()
+    return np.array(tensor.cpu().numpy(), order="C")
+
+
+def _program() -> str:
+    try:
+        return f"dualform {version('dualform')}"
+    except PackageNotFoundError:
+        return "dualform"

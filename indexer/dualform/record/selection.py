@@ -1,0 +1,131 @@
+"""Which layers of a model are recorded."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from dualform.record.errors import LayerSelectionError
+from dualform.record.layers import LayerKind
+from dualform.store.recording_format import LayerSpec
+
+
+@dataclass(frozen=True)
+class SelectedLayer:
+    """A layer to record: what it is called, of which kind, and the module itself."""
+
+    spec: LayerSpec
+    kind: LayerKind
+    module: nn.Module
+
+
+def select_layers(
+    model: nn.Module, patterns: Sequence[str] | None, held: Callable[[torch.Tensor], bool]
+) -> list[SelectedLayer]:
+    """Choose the layers.
+
+    Args:
+        model: The whole model.
+        patterns: Names or glob patterns as in `model.named_modules()`; None for every supported
+            layer whose weight is a leaf that the optimizer holds, neither parametrised nor tied.
+        held: Whether the optimizer holds a parameter.
+
+    Raises:
+        LayerSelectionError: A pattern matches nothing, or something that cannot be recorded.
+    """
+    kinds = {name: kind for name, m in model.named_modules() if (kind := LayerKind.of(m))}
+    modules = dict(model.named_modules())
+    owners = _owners(model)
+    refusals = {name: _refusal(kind, modules[name], owners, held) for name, kind in kinds.items()}
+    if patterns is None:
+        chosen = [name for name, refusal in refusals.items() if refusal is None]
+        if not chosen:
+            raise LayerSelectionError(_nothing("No layer can be recorded", modules, refusals))
+    else:
+        chosen = _match(patterns, modules, refusals)
+    return [SelectedLayer(_spec(n, kinds[n], modules[n]), kinds[n], modules[n]) for n in chosen]
+
+
+def _match(
+    patterns: Sequence[str], modules: dict[str, nn.Module], refusals: dict[str, str | None]
+) -> list[str]:
+    if isinstance(patterns, str):
+        patterns = [patterns]
+    wanted: set[str] = set()
+    for pattern in patterns:
+        matched = [n for n in modules if n == pattern or fnmatch.fnmatchcase(n, pattern)]
+        supported = [name for name in matched if name in refusals]
+        if not supported:
+            what = "nothing" if not matched else f"only unsupported modules ({matched[0]!r}, ...)"
+            raise LayerSelectionError(
+                _nothing(f"layers={list(patterns)}: {pattern!r} matches {what}", modules, refusals)
+            )
+        for name in supported:
+            # Named outright, a tied layer is recorded as it is; the check of every step says
+            # whether its rows explain its gradient.
+            refusal = refusals[name]
+            if refusal is not None and not refusal.startswith("tied"):
+                raise LayerSelectionError(
+                    f"layers={list(patterns)}: layer {name!r} cannot be recorded: {refusal}"
+                )
+        wanted.update(supported)
+    return [name for name in refusals if name in wanted]
+
+
+def _refusal(
+    kind: LayerKind,
+    module: nn.Module,
+    owners: dict[int, list[str]],
+    held: Callable[[torch.Tensor], bool],
+) -> str | None:
+    """Why a layer is not recorded by default; None if it is."""
+    if parametrize.is_parametrized(module) or not isinstance(kind.weight(module), nn.Parameter):
+        return (
+            "its weight is computed from other parameters (parametrised), "
+            "so its gradient is not the sum of its rows"
+        )
+    weight = kind.weight(module)
+    if isinstance(weight, nn.UninitializedParameter):
+        return "its weight has no shape yet; run one forward pass before making the recorder"
+    if not held(weight):
+        return "its weight is not among the optimizer's parameters"
+    if len(owners[id(weight)]) > 1:
+        return f"tied: its weight is also {', '.join(owners[id(weight)][:3])}"
+    return None
+
+
+def _owners(model: nn.Module) -> dict[int, list[str]]:
+    owners: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        for own, parameter in module.named_parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append(f"{name}.{own}" if name else own)
+    return owners
+
+
+def _nothing(problem: str, modules: dict[str, nn.Module], refusals: dict[str, str | None]) -> str:
+    available = [name for name, refusal in refusals.items() if refusal is None]
+    lines = [f"{problem}. Layers that can be recorded: {available or 'none'}."]
+    lines += [f"Not {name!r}: {why}." for name, why in list(refusals.items())[:5] if why]
+    if not refusals:
+        kinds = sorted({kind.module_type.__name__ for kind in LayerKind.registry})
+        lines.append(f"The model has no {' or '.join(kinds)} among its {len(modules)} modules.")
+    return " ".join(lines)
+
+
+def _spec(name: str, kind: LayerKind, module: nn.Module) -> LayerSpec:
+    d_in, d_out = kind.shape(module)
+    prefix = f"{name}." if name else ""
+    return LayerSpec(
+        name=name,
+        kind=kind.kind,
+        d_in=d_in,
+        d_out=d_out,
+        weight=f"{prefix}weight",
+        bias=None if kind.bias(module) is None else f"{prefix}bias",
+        dtype=str(kind.weight(module).dtype).removeprefix("torch."),
+    )

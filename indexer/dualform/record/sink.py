@@ -1,0 +1,99 @@
+"""Where a recording goes: the protocol of sinks, and what they are given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from dualform.record.buffers import Buffer
+from dualform.store.ledger import InexactMark, LedgerRow
+from dualform.store.recording_format import RecordingManifest
+from dualform.store.row_metadata import Block
+
+State = Mapping[str, np.ndarray]
+"""Weights and biases by parameter name, momentum buffers by "momentum:<parameter>"."""
+
+
+@dataclass(frozen=True)
+class CapturedPass:
+    """The rows that one layer took from one forward pass.
+
+    Attributes:
+        layer: Its name.
+        rows: How many.
+        block: Position of the rows' metadata in `StepBatch.blocks`.
+        keys: float32 [rows, d_in].
+        values: float32 [rows, d_out], raw (-dL/dy); None where keys alone are recorded.
+    """
+
+    layer: str
+    rows: int
+    block: int
+    keys: Buffer
+    values: Buffer | None
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """Everything that one optimizer step adds.
+
+    Attributes:
+        step: Its number, from 0.
+        passes: In forward order for each layer.
+        blocks: The metadata that the passes refer to.
+        ledger: One row per parameter.
+        marks: Layer name and mark, those that are new.
+    """
+
+    step: int
+    passes: Sequence[CapturedPass]
+    blocks: Sequence[Block]
+    ledger: Sequence[LedgerRow]
+    marks: Sequence[tuple[str, InexactMark]] = ()
+    nbytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        total = 0
+        for item in self.passes:
+            total += len(item.keys.memory)
+            total += 0 if item.values is None else len(item.values.memory)
+        object.__setattr__(self, "nbytes", total)
+
+
+@runtime_checkable
+class Sink(Protocol):
+    """Takes a recording. Every method runs in the training thread, between steps.
+
+    A sink that cannot go on raises RecordingFailedError from the next call.
+    """
+
+    def open(self, manifest: RecordingManifest) -> None:
+        """Start; called once, when the recorder is made."""
+
+    def begin(self, initial: State, step_bytes: int, planned_steps: int | None) -> None:
+        """Take the state before the first step; called once, before that step moves weights.
+
+        Args:
+            step_bytes: What the first step adds, in bytes.
+            planned_steps: How many steps the user announced, if so.
+        """
+
+    def check(self) -> None:
+        """Raise RecordingFailedError if an earlier call failed in the background."""
+
+    def append(self, batch: StepBatch) -> None:
+        """Take one step; may wait until there is room."""
+
+    def add_examples(
+        self, ids: Sequence[int] | Sequence[str], kinds: Sequence[str], data: Sequence[bytes]
+    ) -> None:
+        """Take payloads: kind "png", "bytes" or "text" (UTF-8)."""
+
+    def commit(self) -> None:
+        """Return when everything taken so far survives a crash."""
+
+    def close(self, final: State, marks: Sequence[tuple[str, InexactMark]]) -> None:
+        """Commit and finish; called once, also where training failed."""

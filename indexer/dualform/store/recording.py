@@ -1,0 +1,278 @@
+"""Reading a recording: every committed step, checked against its digest (docs/format-recording.md).
+
+Memory is bounded by one segment's metadata, whatever the recording's length.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from safetensors.numpy import load as load_safetensors
+
+from dualform.store.errors import DamagedError, NotFoundError
+from dualform.store.files import FileEntry, check_size, digest, read_checked
+from dualform.store.ledger import InexactMark, Ledger, LedgerRow, from_parquet
+from dualform.store.recording_format import (
+    CLOSED,
+    EXAMPLES,
+    RERECORD,
+    SEGMENTS,
+    LayerSpec,
+    PassRecord,
+    RecordingManifest,
+    SegmentTable,
+    Span,
+    read_sealed,
+    segment_name,
+)
+from dualform.store.row_metadata import row_schema
+
+__all__ = [
+    "InexactMark",
+    "LayerSpec",
+    "PassRecord",
+    "Recording",
+    "RecordingManifest",
+    "Span",
+]
+
+
+class Recording:
+    """A recording on disk, complete or cut off by a crash; use `Recording.open`.
+
+    Attributes:
+        path: Its directory.
+        manifest: Layers, optimizer, whether values were recorded.
+        steps: Committed optimizer steps.
+        complete: It was closed in an orderly way; otherwise there is no final state.
+        marks: By layer name, from which step on it is inexact and why; every layer has a list.
+        schema: Of the row metadata: step, slot, position, then the user's columns.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        manifest: RecordingManifest,
+        segments: Sequence[SegmentTable],
+        final: FileEntry | None,
+    ) -> None:
+        self.path = path
+        self.manifest = manifest
+        self.steps = sum(segment.steps for segment in segments)
+        self.complete = final is not None
+        self.marks: dict[str, list[InexactMark]] = {name: [] for name in manifest.layers}
+        self._segments = segments
+        self._final = final
+        self._directory = path / SEGMENTS
+        self._passes: dict[str, list[PassRecord]] = {name: [] for name in manifest.layers}
+        self._block_rows: list[int] = []
+        self._block_place: list[tuple[int, int]] = []  # segment, first row in its metadata
+        columns: dict[str, str] = {}
+        for segment in segments:
+            columns.update(segment.columns)
+            for name, mark in segment.marks:
+                self.marks[name].append(mark)
+            for name, record in segment.passes:
+                self._passes[name].append(record)
+            self._block_rows.extend(segment.block_rows)
+            starts = itertools.accumulate(segment.block_rows, initial=0)
+            self._block_place.extend(
+                (segment.number, start)
+                for start, _ in zip(starts, segment.block_rows, strict=False)
+            )
+        self.schema = row_schema(columns)
+        self._open_bin: tuple[int, int] | None = None
+        self._open_rows: tuple[int, pa.Table] | None = None
+
+    @classmethod
+    def open(cls, path: Path | str) -> Recording:
+        """Open what was committed at `path`.
+
+        Raises:
+            NotFoundError: No recording there.
+            VersionError: Written by a newer dualform.
+            DamagedError: A committed file is missing, truncated or altered; names the file.
+        """
+        path = Path(path)
+        manifest = RecordingManifest.load(path)
+        closed = read_sealed(path / CLOSED) if (path / CLOSED).exists() else None
+        numbers = sorted(int(file.stem) for file in (path / SEGMENTS).glob("[0-9]*.json"))
+        expected = len(numbers) if closed is None else int(closed["segments"])
+        for number in range(max(expected, max(numbers, default=-1) + 1)):
+            if number not in set(numbers):
+                missing = path / SEGMENTS / segment_name(number, "json")
+                raise DamagedError(missing, "missing", RERECORD)
+        segments = [_load_segment(path, number, manifest) for number in numbers]
+        _check_sequence(path, segments, None if closed is None else int(closed["steps"]))
+        final = None if closed is None else FileEntry.from_json(closed["final"])
+        return cls(path, manifest, segments, final)
+
+    def close(self) -> None:
+        """Let go of open files; the recording can still be read after, and reopens them."""
+        if self._open_bin is not None:
+            os.close(self._open_bin[1])
+        self._open_bin = self._open_rows = None
+
+    def __enter__(self) -> Recording:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_open_bin", None) is not None:
+            self.close()
+
+    def ledger(self) -> Ledger:
+        """The ledger of all committed steps, every layer's weight and bias."""
+        rows: list[LedgerRow] = []
+        for segment in self._segments:
+            data = read_checked(self._directory, segment.ledger, RERECORD)
+            rows.extend(from_parquet(data))
+        return Ledger(rows, self.steps)
+
+    def passes(self, layer: str) -> Sequence[PassRecord]:
+        """A layer's passes, in the order of its row ids."""
+        return self._passes[layer]
+
+    def rows(self, layer: str) -> int:
+        """How many rows a layer has."""
+        return sum(record.rows for record in self._passes[layer])
+
+    def block_rows(self, block: int) -> int:
+        """How many rows a block of metadata has."""
+        return self._block_rows[block]
+
+    def read_rows(self, blocks: Sequence[int]) -> pa.Table:
+        """The metadata of these blocks, one after the other.
+
+        Returns:
+            A table with `schema`; null where a column was not annotated.
+
+        Raises:
+            DamagedError: A metadata file is not what was written.
+        """
+        parts: list[pa.Table] = []
+        for block in blocks:
+            number, start = self._block_place[block]
+            table = self._rows_of(self._segments[number])
+            parts.append(table.slice(start, self._block_rows[block]))
+        return pa.concat_tables(parts) if parts else self.schema.empty_table()
+
+    def read_keys(self, record: PassRecord, out: memoryview | np.ndarray) -> None:
+        """Read a pass's keys into `out`: record.keys.nbytes bytes, float32 [rows, d_in].
+
+        Raises:
+            DamagedError: They are not what was written.
+            ValueError: `out` has another size.
+        """
+        self._read(record.segment, record.keys, out)
+
+    def read_values(self, record: PassRecord, out: memoryview | np.ndarray) -> None:
+        """Read a pass's values into `out`: record.values.nbytes bytes, float32 [rows, d_out].
+
+        Raises:
+            DamagedError: They are not what was written.
+            ValueError: `out` has another size, or the recording holds keys alone.
+        """
+        if record.values is None:
+            raise ValueError(
+                f"{self.path} holds keys alone; record with Recorder(..., values=True)"
+            )
+        self._read(record.segment, record.values, out)
+
+    def initial(self) -> dict[str, np.ndarray]:
+        """Weights, biases and momentum buffers ("momentum:<parameter>") before the first step.
+
+        Raises:
+            NotFoundError: The recording was cut off before its first commit.
+            DamagedError: The file is not what was written.
+        """
+        if not self._segments:
+            raise NotFoundError(f"nothing was committed to {self.path}: record again")
+        return self._state(self._segments[0].initial)
+
+    def final(self) -> dict[str, np.ndarray] | None:
+        """The same after the last step; None where the recording is not complete."""
+        return None if self._final is None else self._state(self._final)
+
+    def example_tables(self) -> Iterator[pa.Table]:
+        """Payloads as they were added: id (int64 or string), kind ("png", "bytes", "text"), data.
+
+        Text is UTF-8.
+        """
+        for segment in self._segments:
+            for entry in segment.examples:
+                yield _read_parquet(self.path / EXAMPLES, entry)
+
+    def _state(self, entry: FileEntry) -> dict[str, np.ndarray]:
+        return dict(load_safetensors(read_checked(self.path, entry, RERECORD)))
+
+    def _rows_of(self, segment: SegmentTable) -> pa.Table:
+        if self._open_rows is None or self._open_rows[0] != segment.number:
+            table = _read_parquet(self._directory, segment.rows)
+            arrays = [
+                table[field.name]
+                if field.name in table.column_names
+                else pa.chunked_array([pa.nulls(len(table), field.type)])
+                for field in self.schema
+            ]
+            self._open_rows = (segment.number, pa.Table.from_arrays(arrays, schema=self.schema))
+        return self._open_rows[1]
+
+    def _read(self, segment: int, span: Span, out: memoryview | np.ndarray) -> None:
+        given = out.data if isinstance(out, np.ndarray) else out
+        view = given.cast("B") if given.nbytes else memoryview(b"")
+        if len(view) != span.nbytes:
+            raise ValueError(f"the record has {span.nbytes:,} bytes, `out` has {len(view):,}")
+        if self._open_bin is None or self._open_bin[0] != segment:
+            if self._open_bin is not None:
+                os.close(self._open_bin[1])
+                self._open_bin = None
+            path = self._directory / segment_name(segment, "bin")
+            self._open_bin = (segment, os.open(path, os.O_RDONLY))
+        done = 0
+        while done < len(view):
+            count = os.preadv(self._open_bin[1], [view[done:]], span.offset + done)
+            if count == 0:
+                break
+            done += count
+        if done < len(view) or digest(view) != span.xxh3:
+            raise DamagedError(
+                self._directory / segment_name(segment, "bin"),
+                f"the record at byte {span.offset:,} is not the one that was written",
+                RERECORD,
+            )
+
+
+def _load_segment(path: Path, number: int, manifest: RecordingManifest) -> SegmentTable:
+    directory = path / SEGMENTS
+    segment = SegmentTable.load(directory / segment_name(number, "json"), manifest.layers)
+    entry = FileEntry(segment_name(number, "bin"), segment.bin_bytes, "")
+    for part in (entry, segment.rows, segment.ledger):
+        check_size(directory, part, RERECORD)
+    check_size(path, segment.initial, RERECORD)
+    return segment
+
+
+def _check_sequence(path: Path, segments: Sequence[SegmentTable], steps: int | None) -> None:
+    step = block = 0
+    for segment in segments:
+        if (segment.first_step, segment.first_block) != (step, block):
+            name = path / SEGMENTS / segment_name(segment.number, "json")
+            raise DamagedError(name, "does not follow the segment before it", RERECORD)
+        step += segment.steps
+        block += len(segment.block_rows)
+    if steps is not None and steps != step:
+        raise DamagedError(path / CLOSED, f"{steps} steps where segments hold {step}", RERECORD)
+
+
+def _read_parquet(directory: Path, entry: FileEntry) -> pa.Table:
+    return pq.read_table(io.BytesIO(read_checked(directory, entry, RERECORD)))

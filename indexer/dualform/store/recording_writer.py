@@ -1,0 +1,314 @@
+"""Writing a recording: records by direct I/O into the open segment, commits, orderly closing.
+
+One thread writes. Nothing that was committed is touched again; what a crash leaves of an open
+segment is ignored by the reader.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import io
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from safetensors.numpy import save as safetensors
+
+from dualform.store.errors import ExistsError
+from dualform.store.files import FileEntry, digest, sync_directory, write_atomic
+from dualform.store.ledger import InexactMark, LedgerRow, to_parquet
+from dualform.store.recording_format import (
+    CLOSED,
+    EXAMPLES,
+    FINAL,
+    INITIAL,
+    SEGMENTS,
+    PassRecord,
+    RecordingManifest,
+    SegmentTable,
+    Span,
+    padded,
+    segment_name,
+    write_sealed,
+)
+from dualform.store.row_metadata import Block, blocks_table
+
+_O_DIRECT = getattr(os, "O_DIRECT", 0)
+_MAX_VECTOR = 512  # buffers per pwritev; every system allows 1,024
+
+
+@dataclass(frozen=True)
+class Record:
+    """Keys or values on their way to disk.
+
+    Attributes:
+        memory: Page-aligned bytes, padded with zeros to a multiple of `ALIGNMENT`.
+        nbytes: Bytes that count.
+    """
+
+    memory: memoryview
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class StepPass:
+    """One layer's rows of one forward pass, to be written: `block` counts inside the step."""
+
+    layer: str
+    rows: int
+    block: int
+    keys: Record
+    values: Record | None
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Payloads by example id: all ids int or all str; kind is "png", "bytes" or "text"."""
+
+    ids: Sequence[int] | Sequence[str]
+    kinds: Sequence[str]
+    data: Sequence[bytes]
+
+
+@dataclass
+class _OpenSegment:
+    """What was appended since the last commit."""
+
+    first_step: int
+    offset: int = 0  # bytes appended to the .bin file
+    written: int = 0  # of these, bytes on disk
+    pending: list[memoryview] = field(default_factory=list)
+    passes: list[tuple[str, PassRecord]] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)
+    ledger: list[LedgerRow] = field(default_factory=list)
+    marks: list[tuple[str, InexactMark]] = field(default_factory=list)
+    examples: list[FileEntry] = field(default_factory=list)
+
+
+class RecordingWriter:
+    """Writes one recording from its manifest to its closing.
+
+    Args:
+        path: Must not exist.
+        manifest: Written at once.
+
+    Attributes:
+        steps: How many were appended.
+
+    Raises:
+        ExistsError: The path is there already.
+    """
+
+    def __init__(self, path: Path, manifest: RecordingManifest) -> None:
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            raise ExistsError(
+                f"{path} exists, and a recording never overwrites: choose another path, "
+                "or remove it first"
+            ) from None
+        self.path = path
+        self._manifest = manifest
+        self._directory = path / SEGMENTS
+        self._directory.mkdir()
+        (path / EXAMPLES).mkdir()
+        manifest.save(path)
+        sync_directory(path.parent)
+        self._initial: FileEntry | None = None
+        self._example_files = 0
+        self._segments = 0
+        self.steps = 0
+        self._blocks = 0
+        self._columns: dict[str, str] = {}
+        self._fd: int | None = None
+        self._open = _OpenSegment(first_step=0)
+
+    @property
+    def segment_bytes(self) -> int:
+        """Bytes in the open segment's .bin file, those not yet flushed included."""
+        return self._open.offset
+
+    def write_initial(self, state: Mapping[str, np.ndarray]) -> None:
+        """Write the state before the first step; due before the first commit.
+
+        Args:
+            state: Arrays by parameter name; momentum buffers as "momentum:<parameter>".
+        """
+        self._initial = write_atomic(self.path / INITIAL, safetensors(dict(state)))
+
+    def append(
+        self,
+        passes: Sequence[StepPass],
+        blocks: Sequence[Block],
+        ledger: Sequence[LedgerRow],
+        marks: Sequence[tuple[str, InexactMark]] = (),
+    ) -> None:
+        """Add one step to the open segment. Its memory is used until the next `flush`."""
+        for item in passes:
+            keys = self._place(item.keys)
+            values = None if item.values is None else self._place(item.values)
+            block = self._blocks + len(self._open.blocks) + item.block
+            record = PassRecord(self._segments, self.steps, item.rows, block, keys, values)
+            self._open.passes.append((item.layer, record))
+        self._open.blocks.extend(blocks)
+        self._open.ledger.extend(ledger)
+        self._open.marks.extend(marks)
+        self.steps += 1
+
+    def mark(self, marks: Sequence[tuple[str, InexactMark]]) -> None:
+        """Note inexact layers outside a step."""
+        self._open.marks.extend(marks)
+
+    def add_examples(self, examples: Examples) -> None:
+        """Write payloads; the next commit makes them part of the recording."""
+        name = f"{self._example_files:06d}.parquet"
+        id_type = pa.string() if isinstance(examples.ids[0], str) else pa.int64()
+        table = pa.table(
+            {
+                "id": pa.array(examples.ids, id_type),
+                "kind": pa.array(examples.kinds, pa.string()),
+                "data": pa.array(examples.data, pa.binary()),
+            }
+        )
+        self._open.examples.append(write_atomic(self.path / EXAMPLES / name, _parquet(table)))
+        self._example_files += 1
+
+    def flush(self) -> None:
+        """Hand what was appended to the disk, without committing it. The memory is free after."""
+        if not self._open.pending:
+            return
+        if self._fd is None:
+            self._fd = _create(self._directory / segment_name(self._segments, "bin"))
+        _write(self._fd, self._open.pending, self._open.written)
+        self._open.written = self._open.offset
+        self._open.pending = []
+
+    def commit(self) -> None:
+        """End the open segment: after this its steps survive a crash. Nothing open: no effect."""
+        if self.steps == self._open.first_step and not (self._open.marks or self._open.examples):
+            return
+        self._commit()
+
+    def close(self, final: Mapping[str, np.ndarray]) -> None:
+        """Commit, write the final state, and declare the recording complete.
+
+        Args:
+            final: As `write_initial`'s state.
+        """
+        if self._initial is None:
+            self.write_initial(final)
+        if self._segments == 0:
+            self._commit()
+        self.commit()
+        entry = write_atomic(self.path / FINAL, safetensors(dict(final)))
+        closed = {"steps": self.steps, "segments": self._segments, "final": entry.to_json()}
+        write_sealed(self.path / CLOSED, closed)
+
+    def abandon(self) -> None:
+        """Let go of the open segment after a failed write. What was committed stays readable."""
+        self._open.pending = []
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def _place(self, record: Record) -> Span:
+        span = Span(self._open.offset, record.nbytes, digest(record.memory[: record.nbytes]))
+        if record.nbytes:
+            self._open.pending.append(record.memory)
+            self._open.offset += padded(record.nbytes)
+        return span
+
+    def _commit(self) -> None:
+        if self._initial is None:
+            raise RuntimeError("write_initial() is due before the first commit")
+        self.flush()
+        number = self._segments
+        if self._fd is None:
+            self._fd = _create(self._directory / segment_name(number, "bin"))
+        os.fsync(self._fd)
+        os.close(self._fd)
+        self._fd = None
+        for block in self._open.blocks:
+            for name, array in block.columns.items():
+                self._columns.setdefault(name, _type_name(array))
+        rows = blocks_table(self._open.blocks, self._columns)
+        SegmentTable(
+            number=number,
+            first_step=self._open.first_step,
+            steps=self.steps - self._open.first_step,
+            initial=self._initial,
+            bin_bytes=self._open.offset,
+            rows=write_atomic(self._part("rows.parquet"), _parquet(rows)),
+            ledger=write_atomic(self._part("ledger.parquet"), to_parquet(self._open.ledger)),
+            passes=self._open.passes,
+            first_block=self._blocks,
+            block_rows=[block.rows for block in self._open.blocks],
+            columns=self._columns,
+            marks=self._open.marks,
+            examples=self._open.examples,
+        ).save(self._directory, self._manifest.layers)
+        self._segments += 1
+        self._blocks += len(self._open.blocks)
+        self._open = _OpenSegment(first_step=self.steps)
+
+    def _part(self, suffix: str) -> Path:
+        return self._directory / segment_name(self._segments, suffix)
+
+
+def _type_name(array: pa.Array) -> str:
+    return {"double": "float64"}.get(str(array.type), str(array.type))
+
+
+def _parquet(table: pa.Table) -> bytes:
+    sink = io.BytesIO()
+    pq.write_table(table, sink, compression="zstd")
+    return sink.getvalue()
+
+
+def _create(path: Path) -> int:
+    """Open a new file for direct I/O, or for buffered I/O where the file system has none."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    try:
+        return os.open(path, flags | _O_DIRECT, 0o644)
+    except OSError as error:
+        if not _O_DIRECT or error.errno != errno.EINVAL:
+            raise
+    path.unlink(missing_ok=True)  # some file systems create the file and then refuse
+    return os.open(path, flags, 0o644)
+
+
+def _write(fd: int, buffers: Sequence[memoryview], offset: int) -> None:
+    """Write all buffers from `offset` on."""
+    waiting = list(buffers)
+    while waiting:
+        head = waiting[:_MAX_VECTOR]
+        try:
+            count = os.pwritev(fd, head, offset)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not _leave_direct(fd):
+                raise
+            continue
+        if count == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        offset += count
+        done = 0
+        while done < len(head) and count >= len(head[done]):
+            count -= len(head[done])
+            done += 1
+        waiting = waiting[done:]
+        if count:
+            waiting[0] = waiting[0][count:]
+
+
+def _leave_direct(fd: int) -> bool:
+    """Turn direct I/O off; False where it was off already."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    if not flags & _O_DIRECT:
+        return False
+    fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~_O_DIRECT)
+    return True
