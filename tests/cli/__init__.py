@@ -1,0 +1,1 @@
+"""Tests of the command: real processes, their output and their exit status."""

@@ -1,0 +1,142 @@
+"""`dualform index build|inspect|verify`."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import faiss
+import numpy as np
+import pytest
+from client.memory import D_IN, D_OUT, Memory
+from synthetic import make_recording
+
+from .conftest import COMMAND, dualform
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rng = np.random.default_rng(5)
+    keys = rng.standard_normal((70, D_IN)).astype(np.float32)
+    values = rng.standard_normal((70, D_OUT)).astype(np.float32)
+    path = tmp_path_factory.mktemp("recording") / "run"
+    return make_recording(path, keys, values, 7, 0.1, 0.0, {"label": [t % 3 for t in range(70)]})
+
+
+def test_build_then_inspect(recording: Path, tmp_path: Path) -> None:
+    index = tmp_path / "index"
+    built = dualform("index", "build", recording, index)
+    assert built.status == 0, built.err
+    assert f"next: dualform index verify {index}" in built.out
+    # No terminal: plain lines, the last of which says that all is done.
+    lines = built.err.splitlines()
+    assert 1 <= len(lines) <= 10
+    assert re.fullmatch(r"building: 100 % \(.* of .*\)", lines[-1]), lines
+    (shard,) = index.glob("layers/*/*.keys.faiss")
+    assert faiss.read_index(str(shard)).ntotal == 70
+
+    shown = dualform("index", "inspect", index, "--json")
+    assert (shown.status, shown.err) == (0, "")
+    data = json.loads(shown.out)
+    assert (data["steps"], data["optimizer"]) == (10, "SGD")
+    (layer,) = data["layers"]
+    assert (layer["name"], layer["rows"], layer["values"]) == ("fc", 70, True)
+    assert (layer["d_in"], layer["d_out"]) == (D_IN, D_OUT)
+    assert layer["columns"]["label"] == "int64"
+    assert data["bytes"] == sum(f.stat().st_size for f in index.rglob("*") if f.is_file())
+    table = dualform("index", "inspect", index)
+    assert re.search(r"\nfc +linear +12 +5 +false +true +70 +0 +exact\n", table.out)
+    assert re.search(r"\nlabel +int64\n", table.out)
+
+
+def test_build_without_values_and_over_something(recording: Path, tmp_path: Path) -> None:
+    index = tmp_path / "keys"
+    assert dualform("index", "build", recording, index, "--no-values").status == 0
+    assert not list(index.glob("layers/*/*.values.npy"))
+    again = dualform("index", "build", recording, index)
+    assert (again.status, again.out) == (2, "")
+    assert str(index) in again.err
+    missing = dualform("index", "build", tmp_path / "no", tmp_path / "out")
+    assert (missing.status, missing.out) == (2, "")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("option", ["--follow", "--sum-by=label", "--val"])
+def test_options_of_later_are_refused(recording: Path, tmp_path: Path, option: str) -> None:
+    done = dualform("index", "build", recording, tmp_path / "index", option)
+    assert done.status == 2
+    assert "unrecognized arguments" in done.err
+    assert not (tmp_path / "index").exists()
+
+
+def test_verify_says_no_with_status_1(memory: Memory, tmp_path: Path) -> None:
+    # Weights that no row moved: the arrays of this memory were made up.
+    done = dualform("index", "verify", memory.path, "--json")
+    report = json.loads(done.out)
+    assert done.status == 1
+    assert not report["ok"]
+    assert not report["layers"][0]["ok"]
+    assert "does not hold what it claims" in done.err
+    table = dualform("index", "verify", memory.path)
+    assert table.status == 1
+    assert re.search(r"\nfc +false ", table.out)
+
+
+def test_verify_says_yes_with_status_0(digits_index: Path) -> None:
+    done = dualform("index", "verify", digits_index)
+    assert done.status == 0, done
+    report = json.loads(dualform("index", "verify", digits_index, "--json").out)
+    assert report["ok"]
+    assert [layer["layer"] for layer in report["layers"]] == ["0", "2", "4"]
+    assert all(layer["weight_error"] <= 1e-4 for layer in report["layers"])
+
+
+def test_verify_finds_one_flipped_bit(memory: Memory, tmp_path: Path) -> None:
+    hurt = tmp_path / "hurt"
+    shutil.copytree(memory.path, hurt)
+    file = min(hurt.glob("layers/*/*.keys.faiss"))
+    content = bytearray(file.read_bytes())
+    content[-10] ^= 4
+    file.write_bytes(content)
+    done = dualform("index", "verify", hurt)
+    assert done.status == 1
+    assert file.name in done.out
+
+
+@pytest.mark.parametrize("action", ["inspect", "verify"])
+def test_what_is_no_index(tmp_path: Path, memory: Memory, action: str) -> None:
+    for path in (tmp_path / "no", tmp_path):
+        done = dualform("index", action, path)
+        assert (done.status, done.out) == (2, ""), done
+        assert "dualform index build" in done.err
+    newer = tmp_path / "newer"
+    newer.mkdir()
+    manifest = json.loads((memory.path / "manifest.json").read_text())
+    (newer / "manifest.json").write_text(json.dumps({**manifest, "version": 99}))
+    done = dualform("index", action, newer)
+    assert (done.status, done.out) == (2, ""), done
+    assert "upgrade" in done.err
+    (newer / "manifest.json").write_text("{")
+    done = dualform("index", action, newer)
+    assert (done.status, done.out) == (2, ""), done
+    assert "manifest.json" in done.err
+
+
+def test_a_terminal_gets_a_bar(recording: Path, tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [*COMMAND, "index", "build", str(recording), str(tmp_path / "index")],
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    assert process.wait(120) == 0
+    shown = os.read(ours, 65536).decode()
+    os.close(ours)
+    assert "\r" in shown
+    assert "building: 100%" in shown

@@ -1,0 +1,234 @@
+"""`dualform query`: what it prints, and how bad input ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from client.memory import LR, Memory
+
+from .conftest import COMMAND, Done, dualform
+
+
+def ask(kind: str, server: str, query_file: Path, *more: object) -> Done:
+    return dualform(
+        "query", kind, "--server", server, "--layer", "fc", "--query", query_file, *more
+    )
+
+
+def answer(done: Done) -> Any:
+    assert (done.status, done.err) == (0, ""), done
+    return json.loads(done.out)
+
+
+def test_top_k_as_json_and_locally_the_same(memory: Memory, server: str, query_file: Path) -> None:
+    more = ("-k", 4, "--where", "label = 1 and step < 3", "--order", "smallest", "--json")
+    remote = ask("top-k", server, query_file, *more)
+    local = dualform(
+        "query", "top-k", "--local", memory.path, "--layer", "fc", "--query", query_file, *more
+    )
+    assert local == remote
+    data = answer(remote)
+    weights = memory.weights(np.load(query_file))
+    matching = [t for t in range(21) if memory.label[t] == 1]
+    assert data["coverage"] == {"rows": len(matching), "total": 600, "nonfinite": 0}
+    for query, (rows, scores) in enumerate(zip(data["rows"], data["scores"], strict=True)):
+        expected = sorted(matching, key=lambda t: weights[query, t])[:4]
+        assert rows == expected
+        assert scores == np.float32(weights[query, expected]).tolist()
+    assert data["columns"]["label"] == [[1] * 4] * 2
+    assert data["groups"] is None
+
+
+def test_padding_is_null_in_json(server: str, query_file: Path) -> None:
+    data = answer(ask("top-k", server, query_file, "--where", "label = 99", "-k", 2, "--json"))
+    assert data["rows"] == [[-1, -1]] * 2
+    assert data["scores"] == data["columns"]["task"] == [[None, None]] * 2
+
+
+def test_top_k_as_a_table(memory: Memory, server: str, query_file: Path) -> None:
+    done = ask("top-k", server, query_file, "-k", 2, "--group-by", "task", "--index", "memory")
+    assert (done.status, done.err) == (0, "")
+    titles = [line for line in done.out.splitlines() if line.startswith("query")]
+    groups = ["task fashion", "task mnist", "task without a value"]
+    assert titles == [f"query {q}, {group}" for q in (0, 1) for group in groups]
+    assert done.out.endswith("covers 600 of 600 rows\n")
+    weights = memory.weights(np.load(query_file))
+    mnist = [t for t in range(600) if memory.task[t] == "mnist"]
+    best = max(mnist, key=lambda t: weights[0, t])
+    header, first = done.out.split("query 0, task mnist\n")[1].splitlines()[:2]
+    row = dict(zip(re.split("  +", header.strip()), re.split("  +", first.strip()), strict=True))
+    assert (row["rank"], row["row"], row["task"]) == ("0", str(best), "mnist")
+    assert row["score"] == f"{np.float32(weights[0, best]):.6g}"
+
+
+@pytest.mark.parametrize("absolute", [False, True])
+def test_sums(memory: Memory, server: str, query_file: Path, absolute: bool) -> None:
+    more = ["--group-by", "label", *(["--absolute"] if absolute else [])]
+    data = answer(ask("sums", server, query_file, *more, "--json"))
+    assert data["groups"] == [0, 1, 2, 3, None]
+    weights = memory.weights(np.load(query_file))
+    terms = np.abs(weights) if absolute else weights
+    for place, group in enumerate(data["groups"]):
+        members = [t for t in range(600) if memory.label[t] == group]
+        assert data["counts"][place] == len(members)
+        expected = terms[:, members].sum(axis=1)
+        np.testing.assert_allclose([v[place] for v in data["values"]], expected, atol=1e-3)
+    table = ask("sums", server, query_file, *more)
+    assert table.status == 0
+    assert re.search(r"query 1\nlabel +rows +sum\n +0 +150 ", table.out)
+    assert re.search(r"\n +- +12 ", table.out)
+
+
+def test_output(memory: Memory, server: str, query_file: Path) -> None:
+    weights = memory.weights(np.load(query_file))
+    data = answer(ask("output", server, query_file, "--at-step", 10, "--json"))
+    expected = data["initial"] + LR * weights[:, :70] @ memory.values[:70].astype(np.float64)
+    np.testing.assert_allclose(data["values"], expected, rtol=1e-5, atol=1e-4)
+    assert data["trained"] is None
+    table = ask("output", server, query_file)
+    assert re.search(r"query 0\nunit +initial +output +trained layer\n +0 ", table.out)
+    grouped = ask("output", server, query_file, "--group-by", "task", "--where", "label = 1")
+    assert re.search(
+        r"unit +initial +task fashion +task mnist +task without a value\n", grouped.out
+    )
+
+
+def bad(path: Path, array: Any, **named: Any) -> Path:
+    np.save(path / "bad.npy", array, **named)
+    return path / "bad.npy"
+
+
+def test_query_files_that_can_not_be_asked(server: str, tmp_path: Path) -> None:
+    cases: list[tuple[Path, str]] = [
+        (tmp_path / "missing.npy", "No such file"),
+        (tmp_path, "Is a directory"),
+        (bad(tmp_path, np.ones((2, 12))), "holds float64; float32 is needed"),
+    ]
+    for path, says in cases:
+        refused(ask("top-k", server, path), says)
+    refused(ask("top-k", server, bad(tmp_path, np.ones(12, np.float32))), "reshape(1, -1)")
+    refused(ask("top-k", server, bad(tmp_path, np.ones((1, 1, 12), np.float32))), "[1, 1, 12]")
+    refused(ask("top-k", server, bad(tmp_path, np.ones((1, 9), np.float32))), "12")
+    refused(ask("top-k", server, bad(tmp_path, np.full((1, 12), np.nan, np.float32))), "finite")
+    refused(ask("top-k", server, bad(tmp_path, np.ones((0, 12), np.float32))), "empty")
+    pickled = bad(tmp_path, np.array([{}], dtype=object), allow_pickle=True)
+    refused(ask("top-k", server, pickled), "is no .npy file of numbers")
+    pickled.write_bytes(b"not numpy at all")
+    refused(ask("top-k", server, pickled), "np.save")
+    pickled.write_bytes(b"")
+    refused(ask("top-k", server, pickled), "is no .npy file of numbers")
+    whole = bad(tmp_path, np.ones((2, 12), np.float32))
+    whole.write_bytes(whole.read_bytes()[:-8])
+    refused(ask("top-k", server, whole), "is no .npy file of numbers")
+    header = whole.read_bytes().replace(b"(2, 12), }        ", b"(99999999999, 999), }")
+    whole.write_bytes(header)
+    refused(ask("top-k", server, whole), "bad.npy")
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["-k", "0"], "at least 1"),
+        (["-k", "1000000000"], "16,384"),
+        (["--where", "label = "], "position 7"),
+        (["--where", "nope = 1"], "position 1: unknown column 'nope'"),
+        (["--group-by", "nope"], "nope"),
+        (["--index", "nope"], "nope"),
+        (["--timeout", "-1"], "timeout"),
+    ],
+)
+def test_refusals(server: str, query_file: Path, more: list[str], says: str) -> None:
+    refused(ask("top-k", server, query_file, *more), says)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["top-k"], "--layer"),
+        (["top-k", "--layer", "fc", "--query", "q.npy"], "--server --local"),
+        (["top-k", "--server", "a:1", "--local", "b", "--layer", "fc"], "not allowed with"),
+        (
+            ["top-k", "--layer", "fc", "--query", "q.npy", "--server", "a:1", "-k", "x"],
+            "invalid int",
+        ),
+        (
+            ["top-k", "--layer", "fc", "--query", "q.npy", "--server", "a:1", "--rank-by", "x"],
+            "--rank",
+        ),
+        (["sums", "--layer", "fc", "--query", "q.npy", "--server", "a:1"], "--group-by"),
+        (["explain"], "invalid choice"),
+    ],
+)
+def test_usage(arguments: list[str], says: str) -> None:
+    done = dualform("query", *arguments)
+    assert done.status == 2
+    assert says in done.err
+    assert "usage: dualform query" in done.err
+
+
+def test_servers_that_are_not_there(query_file: Path, tmp_path: Path) -> None:
+    refused(ask("top-k", "127.0.0.1:1", query_file), "dualform serve")
+    refused(ask("top-k", "nonsense", query_file), "HOST:PORT")
+    local = ["--layer", "fc", "--query", query_file]
+    refused(dualform("query", "top-k", "--local", tmp_path / "no", *local), "dualform index build")
+    refused(dualform("query", "top-k", "--local", tmp_path, *local), "not an index")
+
+
+def test_a_reader_that_goes_away_is_no_error(server: str, query_file: Path) -> None:
+    command = [*COMMAND, "query", "top-k", "--server", server, "--layer", "fc", "-k", "600"]
+    process = subprocess.Popen(
+        [*command, "--query", str(query_file), "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    errors = process.stderr.read()
+    assert (process.wait(60), errors) == (141, b"")
+
+
+def test_the_start_is_light() -> None:
+    program = (
+        "import sys\n"
+        "from dualform.cli import main\n"
+        "try:\n    main(['query', 'top-k', '--help'])\n"
+        "except SystemExit as done:\n    assert done.code == 0\n"
+        "heavy = {'torch', 'faiss', 'pyarrow', 'numpy', 'grpc', 'sqlglot', 'pandas', 'yaml'}\n"
+        "print('loaded', sorted(heavy & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.endswith("loaded []\n"), done.stderr
+
+
+def test_asking_a_server_loads_no_engine(server: str, query_file: Path) -> None:
+    program = (
+        "import sys\n"
+        "from dualform.cli import main\n"
+        "status = main(sys.argv[1:])\n"
+        "heavy = {'torch', 'faiss', 'pyarrow', 'sqlglot', 'dualform.engine'}\n"
+        "print('loaded', status, sorted(heavy & set(sys.modules)))\n"
+    )
+    arguments = ["query", "sums", "--server", server, "--layer", "fc", "--group-by", "label"]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments, "--query", str(query_file)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONWARNINGS": "error"},
+    )
+    assert done.stdout.endswith("loaded 0 []\n"), done.stderr
+
+
+def refused(done: Done, says: str) -> None:
+    """Exit status 2, nothing on standard output, one message that says so."""
+    assert (done.status, done.out) == (2, ""), done
+    assert done.err.startswith("dualform: ")
+    assert says in done.err, done.err
