@@ -28,10 +28,12 @@ def test_serves_several_until_told(memory: Memory, tmp_path: Path) -> None:
         f"listen: 127.0.0.1:0\nindexes: {{first: {memory.path}}}\nlimits: {{max_k: 7}}\n"
     )
     more = [f"second={memory.path}", memory.path, f"bad={tmp_path}"]
-    with serving("--config", tmp_path / "server.yaml", *more) as address:
-        with Client(address) as client:
-            health = {index.name: index.health for index in client.indexes()}
-            rows = client.index("second").layers["fc"].rows
+    with (
+        serving("--config", tmp_path / "server.yaml", *more) as address,
+        Client(address) as client,
+    ):
+        health = {index.name: index.health for index in client.indexes()}
+        rows = client.index("second").layers["fc"].rows
     assert health == {
         "first": "serving",
         "second": "serving",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from dualform.client import FailedPreconditionError, InvalidArgumentError, capture_queries
+from dualform.client import Client, FailedPreconditionError, InvalidArgumentError, capture_queries
 
 
 def network() -> nn.Sequential:
@@ -156,18 +157,12 @@ def test_captured_queries_keep_no_gradient_graph() -> None:
     assert torch.is_grad_enabled()
 
 
-def test_what_the_trained_layer_gives_is_the_dual_output(digits_index: Any) -> None:
-    """The end of the road: capture, ask, and compare with the layer that was trained."""
-    from dualform.client import Client
-
+def test_captured_queries_reach_the_trained_layers_output(digits_index: Path) -> None:
     with Client.local(digits_index) as client:
-        layer = client.index().layers["0"]
-        weight = torch.empty(layer.d_out, layer.d_in).normal_()
-        model = nn.Sequential(nn.Linear(layer.d_in, layer.d_out))
-        with torch.no_grad():
-            model[0].weight.copy_(weight)
-        queries = capture_queries(model, torch.rand(3, layer.d_in))
-        output = client.dual_output("0", queries["0"])
-        assert output.trained is not None
-        error = np.linalg.norm(output.values - output.trained, axis=1)
-        assert (error <= 1e-5 * np.linalg.norm(output.trained, axis=1)).all()
+        for layer in client.index().layers.values():
+            model = nn.Sequential(nn.Linear(layer.d_in, layer.d_out))
+            queries = capture_queries(model, torch.rand(3, layer.d_in))
+            output = client.dual_output(layer.name, queries["0"])
+            assert output.trained is not None
+            error = np.linalg.norm(output.values - output.trained, axis=1)
+            assert (error <= 1e-5 * np.linalg.norm(output.trained, axis=1)).all()

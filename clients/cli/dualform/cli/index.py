@@ -38,7 +38,7 @@ def add_to(commands: Any) -> None:
         default=True,
         help="keep the values; without them there is no dual output",
     )
-    build.set_defaults(run=_build)
+    build.set_defaults(run=_build, parser=build)
     for name, run, what in (
         ("inspect", _inspect, "show an index's layers, rows and columns"),
         ("verify", _verify, "check every file, and that the memory rebuilds the weights"),
@@ -54,7 +54,7 @@ def add_to(commands: Any) -> None:
         )
         action.add_argument("index", type=Path, metavar="INDEX")
         action.add_argument("--json", action="store_true", help="print JSON")
-        action.set_defaults(run=run)
+        action.set_defaults(run=run, parser=action)
 
 
 def _build(options: argparse.Namespace) -> int:

@@ -32,7 +32,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status. Wrong arguments leave through SystemExit(2), as argparse does.
     """
-    options = _parser().parse_args(arguments)
+    options, unknown = _parser().parse_known_args(arguments)
+    if unknown:
+        # By the command's own parser, whose usage is the one that helps.
+        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         status: int = options.run(options)
         sys.stdout.flush()

@@ -52,7 +52,7 @@ def _question(kinds: Any, name: str, run: Any, what: str) -> argparse.ArgumentPa
     parser.add_argument("--where", metavar="EXPR", help="such as 'label = 6 and step < 3000'")
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="give up after so long")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, parser=parser)
     return parser
 
 

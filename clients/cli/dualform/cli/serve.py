@@ -29,7 +29,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--config", type=Path, metavar="FILE", help="server.yaml")
     parser.add_argument("--host", help="address to listen on (default 127.0.0.1)")
     parser.add_argument("--port", type=int, help="port, 0 for a free one (default 50051)")
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=_run, parser=parser)
 
 
 def _run(options: argparse.Namespace) -> int:
