@@ -102,7 +102,7 @@ def test_grammar(text: str, expected: Filter) -> None:
         ("label = 6 extra", 11, "'extra'"),
         ("a = 1 and\nb = 2 extra", 17, "'extra'"),
         ("select 1", 1, "'select'"),
-        ("a = 1; b = 2", 1, "not possible"),
+        ("a = 1; b = 2", 1, "possible"),
         ("a = 'open", 9, "not closed"),
         ("label", 1, "not possible"),
         ("a = 1 and f(b) = 3", 13, "column comes first"),

@@ -124,13 +124,18 @@ class _Reader:
 
     def read(self) -> Filter:
         # Imported here: a client that never filters by text does not pay for it.
-        from sqlglot import exp, parse_one
+        from sqlglot import exp
+        from sqlglot.dialects.dialect import Dialect
         from sqlglot.errors import ParseError, TokenError
 
         if not self._text.strip():
             self._refuse("the filter is empty; where=None takes every row", 1)
         try:
-            return self._condition(parse_one(self._text, into=exp.Condition))
+            # Not `parse_one`: it drops what stands behind a semicolon.
+            parts = Dialect.get_or_raise(None).parse_into(exp.Condition, self._text)
+            if len(parts) != 1 or parts[0] is None:
+                self._refuse(f"it does not parse as one condition; {_GRAMMAR}", 1)
+            return self._condition(parts[0])
         except ParseError as error:
             self._refuse_syntax(error)
         except TokenError:
@@ -233,8 +238,9 @@ class _Reader:
         starts: list[int] = [
             n.meta["start"] for n in node.find_all(exp.Identifier) if "start" in n.meta
         ]
-        found = self._text.lower().find(node.sql().lower(), self._near)
-        return 1 + min(starts or [found if found >= 0 else self._near])
+        words = re.compile(rf"(?<!\w){re.escape(node.sql())}(?!\w)", re.IGNORECASE)
+        found = words.search(self._text, self._near)
+        return 1 + min(starts or [found.start() if found else self._near])
 
     def _refuse(self, why: str, position: int) -> NoReturn:
         raise InvalidArgumentError(
