@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from dualform.engine.exact import error_bound, exact_scores
+from dualform.engine.exact import ExactDots, error_bound
 
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
@@ -26,7 +26,7 @@ def keys_and_query(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
 @given(keys_and_query())
 def test_any_floats(case: tuple[np.ndarray, np.ndarray]) -> None:
     keys, query = case
-    scores = exact_scores(torch.from_numpy(keys), torch.from_numpy(query))
+    scores = ExactDots(torch.from_numpy(keys), torch.from_numpy(query)).rounded()
     expected = reference.exact_scores(keys, query[None])[0]
     np.testing.assert_array_equal(scores.view(np.uint32), expected.view(np.uint32))
 
@@ -36,7 +36,7 @@ def test_sums_beside_a_rounding_boundary() -> None:
     for rest in (2.0**-90, 0.0, -(2.0**-90)):
         keys = np.array([[1, 2.0**-24, rest]], np.float32)
         query = np.ones(3, np.float32)
-        scores = exact_scores(torch.from_numpy(keys), torch.from_numpy(query))
+        scores = ExactDots(torch.from_numpy(keys), torch.from_numpy(query)).rounded()
         assert scores[0] == (np.float32(1 + 2.0**-23) if rest > 0 else np.float32(1))
         assert scores[0] == reference.exact_scores(keys, query[None])[0, 0]
 
@@ -44,7 +44,7 @@ def test_sums_beside_a_rounding_boundary() -> None:
 def test_cancellation() -> None:
     keys = np.array([[1e20, 1.0, -1e20], [3e38, 3e38, -3e38]], np.float32)
     query = np.ones(3, np.float32)
-    scores = exact_scores(torch.from_numpy(keys), torch.from_numpy(query))
+    scores = ExactDots(torch.from_numpy(keys), torch.from_numpy(query)).rounded()
     np.testing.assert_array_equal(scores, np.array([1.0, 3e38], np.float32))
 
 

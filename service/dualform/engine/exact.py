@@ -17,26 +17,68 @@ _FLOAT64_UNIT = 2.0**-53
 _FLOAT32_TINY = 2.0**-126
 
 
-def exact_scores(keys: torch.Tensor, query: torch.Tensor) -> np.ndarray:
-    """Score keys against one query, each correctly rounded.
+class ExactDots:
+    """Dot products of keys with one query, known to an interval and exact on demand.
 
     Args:
         keys: float32 [n, d], finite, on the CPU.
         query: float32 [d], finite, on the CPU.
-
-    Returns:
-        float32 [n]; -0.0 never occurs, and a sum beyond float32's range is infinite.
     """
-    wide_keys, wide_query = keys.double(), query.double()
-    sums = (wide_keys @ wide_query).numpy()
-    size = (wide_keys.abs_() @ wide_query.abs()).numpy()
-    bound = size * ((keys.shape[1] + 2) * _FLOAT64_UNIT)
-    with np.errstate(over="ignore"):
-        scores = sums.astype(np.float32)
-        low, high = (sums - bound).astype(np.float32), (sums + bound).astype(np.float32)
-    for i in np.flatnonzero(low != high):
-        scores[i] = _rounded_sum(keys[i].double().mul(query.double()).tolist())
-    return np.asarray(scores + np.float32(0))
+
+    def __init__(self, keys: torch.Tensor, query: torch.Tensor) -> None:
+        self._keys, self._query = keys, query
+        wide_keys, wide_query = keys.double(), query.double()
+        self._sums = (wide_keys @ wide_query).numpy()
+        size = (wide_keys.abs_() @ wide_query.abs()).numpy()
+        self._bound = size * ((keys.shape[1] + 2) * _FLOAT64_UNIT)
+
+    def rounded(self) -> np.ndarray:
+        """The dot products, each the float32 nearest to the exact one.
+
+        Returns:
+            float32 [n]; -0.0 never occurs, and a sum beyond float32's range is infinite.
+        """
+        with np.errstate(over="ignore"):
+            scores = self._sums.astype(np.float32)
+            low = (self._sums - self._bound).astype(np.float32)
+            high = (self._sums + self._bound).astype(np.float32)
+        for i in np.flatnonzero(low != high):
+            scores[i] = _rounded_sum(self._terms(int(i)))
+        return np.asarray(scores + np.float32(0))
+
+    def rounded_contributions(
+        self, of_weight: np.ndarray, of_bias: np.ndarray, values: np.ndarray
+    ) -> np.ndarray:
+        """Contributions (c D + c') e to one output unit, D the float64 nearest to the dot product.
+
+        The three operations are float64's; the result is rounded to float32 once.
+
+        Args:
+            of_weight: c, float64 [n].
+            of_bias: c', float64 [n]; zeros without a bias.
+            values: e, float32 [n], finite.
+
+        Returns:
+            float32 [n].
+        """
+        wide = values.astype(np.float64)
+
+        def contributions(dots: np.ndarray) -> np.ndarray:
+            with np.errstate(over="ignore"):
+                return np.asarray(((of_weight * dots + of_bias) * wide).astype(np.float32))
+
+        # Every operation is monotonic in D, so the ends of its interval bound the result.
+        low, high = contributions(self._sums - self._bound), contributions(self._sums + self._bound)
+        odd = np.flatnonzero(low != high)
+        if odd.size:
+            dots = self._sums.copy()
+            dots[odd] = [math.fsum(self._terms(int(i))) for i in odd]
+            low = contributions(dots)
+        return np.asarray(low + np.float32(0))
+
+    def _terms(self, i: int) -> list[float]:
+        terms: list[float] = self._keys[i].double().mul(self._query.double()).tolist()
+        return terms
 
 
 def error_bound(d: int, query_norms: torch.Tensor, max_norm: float) -> torch.Tensor:

@@ -16,6 +16,7 @@ import torch
 from safetensors.numpy import load as load_safetensors
 
 from dualform.engine import output, sums, topk
+from dualform.engine.contribution import Contribution
 from dualform.engine.errors import (
     DataLossError,
     FailedPreconditionError,
@@ -32,6 +33,7 @@ from dualform.store.index import REBUILD, IndexLayer, IndexManifest
 from dualform.v1 import attribution_pb2 as pb
 
 Order = Literal["largest", "smallest", "absolute"]
+RankBy = Literal["weight", "contribution"]
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,17 @@ class Layer:
     def inexact(self) -> list[tuple[int, str]]:
         """From which step on the dual form is not exact, and why; empty where it is throughout."""
         return [(mark.from_step, mark.reason) for mark in self.manifest.inexact]
+
+    def values_at(self, positions: np.ndarray, unit: int) -> np.ndarray:
+        """One output unit's values at these positions, int64 [m] and ascending: float32 [m]."""
+        parts = []
+        bounds = np.searchsorted(positions, self.space.starts)
+        for shard, first, last in zip(self.shards, bounds, bounds[1:], strict=False):
+            if first < last:
+                assert shard.values is not None
+                inside = torch.from_numpy(positions[first:last] - shard.start)
+                parts.append(shard.values.rows()[inside, unit].numpy())
+        return np.concatenate(parts)
 
     def keys_at(self, positions: np.ndarray) -> torch.Tensor:
         """Keys at these positions, int64 [m] and ascending: float32 [m, d_in], aligned."""
@@ -200,9 +213,12 @@ class Index:
         where: pb.Filter | None = None,
         group_by: str | None = None,
         order: Order = "largest",
+        rank_by: RankBy = "weight",
+        unit: int | None = None,
+        at_step: int | None = None,
         stop: Stop | None = None,
     ) -> TopK:
-        """The k rows with the largest, smallest or largest absolute attention weight.
+        """The k rows with the largest, smallest or largest absolute weight or contribution.
 
         Args:
             layer: The layer's name.
@@ -211,6 +227,9 @@ class Index:
             where: Which rows take part; None for all.
             group_by: A metadata column: the k best rows of each of its values.
             order: "absolute" sorts by |score| descending; scores stay signed.
+            rank_by: "weight", or "contribution": what a row added to one output unit.
+            unit: The output unit, 0 to d_out - 1; with "contribution" alone.
+            at_step: Contributions after so many steps; None for the trained layer. Likewise.
             stop: Asked between tiles.
         """
         own = self.layer(layer)
@@ -221,10 +240,21 @@ class Index:
             raise InvalidArgumentError(
                 f"order is {order!r}; it is one of largest, smallest, absolute", field="order"
             )
+        contribution, end = self._contribution(own, rank_by, unit, at_step)
         grouping = None if group_by is None else own.space.grouping(group_by)
-        mask = own.space.select(where)
+        mask = own.space.select(where, before_step=end)
         with self._guarded():
-            scan = topk.Scan(own, query, k, order, grouping, self._device, self._use_faiss, stop)
+            scan = topk.Scan(
+                own,
+                query,
+                k,
+                order,
+                grouping,
+                contribution,
+                self._device,
+                self._use_faiss,
+                stop,
+            )
             positions, scores = scan.run(mask & own.finite)
         shape = (len(query), k) if grouping is None else (len(query), len(grouping.values), k)
         found = positions >= 0
@@ -293,14 +323,7 @@ class Index:
         """
         own = self.layer(layer)
         query = _checked(queries, own.manifest)
-        end = self.steps if at_step is None else at_step
-        if not 0 <= end <= self.steps:
-            raise InvalidArgumentError(
-                f"at_step is {at_step}; training had {self.steps} steps, so it is one of 0 to "
-                f"{self.steps}",
-                field="at_step",
-            )
-        self._check_output(own, end)
+        end = self._end(own, at_step)
         grouping = None if group_by is None else own.space.grouping(group_by)
         mask = own.space.select(where, before_step=end)
         with self._guarded():
@@ -392,6 +415,41 @@ class Index:
 
     def _state(self, entry: FileEntry) -> dict[str, np.ndarray]:
         return dict(load_safetensors(read_checked(self.path, entry, REBUILD)))
+
+    def _contribution(
+        self, layer: Layer, rank_by: str, unit: int | None, at_step: int | None
+    ) -> tuple[Contribution | None, int | None]:
+        """What to rank by, and the step before which rows take part."""
+        if rank_by == "weight":
+            for name, value in (("unit", unit), ("at_step", at_step)):
+                if value is not None:
+                    raise InvalidArgumentError(
+                        f"{name} goes with rank_by='contribution', not with 'weight'", field=name
+                    )
+            return None, None
+        if rank_by != "contribution":
+            raise InvalidArgumentError(
+                f"rank_by is {rank_by!r}; it is one of weight, contribution", field="rank_by"
+            )
+        if unit is None or not 0 <= unit < layer.d_out:
+            raise InvalidArgumentError(
+                f"unit is {unit}; layer {layer.name!r} has output units 0 to {layer.d_out - 1}",
+                field="unit",
+            )
+        end = self._end(layer, at_step)
+        return Contribution(self.ledger_coefficients(layer.name, end), unit), end
+
+    def _end(self, layer: Layer, at_step: int | None) -> int:
+        """The number of steps that an output is about, once the layer is exact up to there."""
+        end = self.steps if at_step is None else at_step
+        if not 0 <= end <= self.steps:
+            raise InvalidArgumentError(
+                f"at_step is {at_step}; training had {self.steps} steps, so it is one of 0 to "
+                f"{self.steps}",
+                field="at_step",
+            )
+        self._check_output(layer, end)
+        return end
 
     def _check_output(self, layer: Layer, end: int) -> None:
         if not layer.manifest.values:

@@ -84,7 +84,7 @@ class WeightedValues:
         self._totals = torch.zeros(shape, dtype=torch.float64, device=device)
 
     def update(self, positions: np.ndarray, factors: torch.Tensor, values: torch.Tensor) -> None:
-        """Take a tile: positions int64 [rows], factors and values float64 [n, rows], [rows, d_out]."""
+        """Take a tile: positions int64 [rows], float64 factors [n, rows], values [rows, d_out]."""
         if self._codes is None:
             self._totals[0] += factors @ values
             return
