@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from demo_run import DUALFORM, Demo, run_demo, serving
+
+from .demo_run import DUALFORM, Demo, run_demo, serving
 
 
 @pytest.fixture(scope="session")

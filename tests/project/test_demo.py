@@ -8,9 +8,10 @@ from pathlib import Path
 
 import matplotlib.image
 import numpy as np
-from demo_run import Demo, serving
 
 from dualform.client import Client
+
+from .demo_run import Demo, serving
 
 
 def test_it_reports_an_exact_dual_output(demo: Demo) -> None:

@@ -15,7 +15,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from demo_run import DUALFORM
+
+from .demo_run import DUALFORM
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNNABLE = ["README.md", "docs/getting-started.md"]
@@ -68,7 +69,8 @@ def test_its_code_runs_in_order(name: str, tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        env={**os.environ, "PATH": path},
+        # One thread: the examples are small, and cores may be few and busy.
+        env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("--- block") == len(todo)
