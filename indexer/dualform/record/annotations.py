@@ -8,19 +8,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import torch
 
 from dualform.record.errors import AnnotationError
 from dualform.store.recording_format import ROW_COLUMNS
-from dualform.store.row_metadata import TYPES, Block
+from dualform.store.row_metadata import Block
+
+_KINDS = {"i": "int64", "u": "int64", "f": "float64", "b": "bool", "U": "string"}
 
 
 @dataclass(frozen=True)
 class Column:
-    """One annotated column: its values in row-major order, and the shape they were given in."""
+    """One annotated column: flat values (int64, float64, bool, or str objects), and their shape."""
 
-    values: pa.Array
+    values: np.ndarray
     shape: tuple[int, ...]
 
 
@@ -79,8 +80,8 @@ def _misfit(name: str, given: tuple[int, ...], leading: tuple[int, ...]) -> str:
     if len(leading) > 1:
         allowed.append(f"shape {list(leading)}, one per row")
     return (
-        f"annotate({name}=...) was given shape {list(given)}, but a layer's input has "
-        f"{list(leading) or 'no'} leading dimensions ({math.prod(leading):,} rows): allowed are "
+        f"annotate({name}=...) was given shape {list(given)}, but the input of a recorded layer "
+        f"has leading dimensions {list(leading)} ({math.prod(leading):,} rows): allowed are "
         f"{'; '.join(allowed)}. Annotate each pass with its own batch, or leave layers with "
         "other shapes out with Recorder(..., layers=[...])"
     )
@@ -88,13 +89,12 @@ def _misfit(name: str, given: tuple[int, ...], leading: tuple[int, ...]) -> str:
 
 def _convert(name: str, value: Any) -> tuple[str, Column]:
     array = _as_numpy(name, value)
-    shape, flat = array.shape, array.reshape(-1)
-    kind = {"i": "int64", "u": "int64", "f": "float64", "b": "bool", "U": "string"}.get(
-        array.dtype.kind
-    )
-    if array.dtype.kind == "O" and all(isinstance(item, str) for item in flat):
+    kind = _KINDS.get(array.dtype.kind)
+    if kind is None and array.dtype.kind == "O" and all(isinstance(v, str) for v in array.flat):
         kind = "string"
-    if kind is None or (kind == "int64" and array.size and int(array.max()) > 2**63 - 1):
+    if kind is None or (
+        array.dtype.kind == "u" and array.itemsize == 8 and array.max(initial=0) >= 2**63
+    ):
         raise AnnotationError(
             f"annotate({name}=...): cannot store {_describe(array)}; allowed are integers (int64), "
             "floating-point numbers, strings and booleans, without None. Leave the column out of "
@@ -104,11 +104,9 @@ def _convert(name: str, value: Any) -> tuple[str, Column]:
         raise AnnotationError(
             f"annotate(example=...): an example id is an integer or a string, not {kind}"
         )
-    if kind == "string":
-        values = pa.array(flat.tolist(), pa.string())
-    else:
-        values = pa.array(flat.astype({"bool": np.bool_}.get(kind, kind), copy=True), TYPES[kind])
-    return kind, Column(values, shape)
+    # Always a copy: loops reuse their buffers.
+    values = array.astype(object if kind == "string" else kind, order="C").reshape(-1)
+    return kind, Column(values, array.shape)
 
 
 def _as_numpy(name: str, value: Any) -> np.ndarray:
@@ -136,5 +134,5 @@ def _all_text(value: Any) -> bool:
 def _describe(array: np.ndarray) -> str:
     if array.dtype.kind != "O" or not array.size:
         return f"dtype {array.dtype}"
-    kinds = sorted({type(item).__name__ for item in array.reshape(-1)})
+    kinds = sorted({type(item).__name__ for item in array.flat})
     return "values of type " + ", ".join(kinds)

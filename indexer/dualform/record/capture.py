@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.autograd import Variable
@@ -56,7 +57,7 @@ class Pass:
         annotation: Mapping[str, Column],
         leading: tuple[int, ...],
         key: Buffer,
-        key_probe: torch.Tensor,
+        key_probe: np.ndarray,
     ) -> None:
         self.number = number
         self.annotation = annotation
@@ -65,7 +66,7 @@ class Pass:
         self.key: Buffer | None = key
         self.key_probe = key_probe
         self.value: Buffer | None = None
-        self.value_probe: torch.Tensor | None = None
+        self.value_probe: np.ndarray | None = None
 
 
 class Tape:
@@ -104,7 +105,6 @@ class LayerCapture:
     """The hooks on one layer.
 
     Attributes:
-        passes: Committed for the coming step, by number.
         ever: Rows were committed at some step.
         autocast: A pass of this step ran under autocast.
         double_backward: A backward of this step was itself differentiated.
@@ -118,51 +118,49 @@ class LayerCapture:
         kind: LayerKind,
         module: nn.Module,
         tape: Tape,
-        watches: Mapping[str, GradientWatch],
-        probes: tuple[torch.Tensor, torch.Tensor],
+        watch: GradientWatch,
+        probes: tuple[np.ndarray, np.ndarray],
     ) -> None:
         self.spec = spec
         self.module = module
         self.weight = kind.weight(module)
         self.bias = kind.bias(module)
-        self.passes: dict[int, Pass] = {}
+        self._passes: dict[int, Pass] = {}
         self.ever = False
         self._kind = kind
         self._tape = tape
-        self._watches = watches
+        self._watch = watch
         self._u, self._v = probes
-        self._attached: set[str] = set()
+        self._attached = False
         self._handles: list[Any] = []
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Forget what was noted during the step before."""
+        """Forget the step before."""
+        self._passes.clear()
         self.autocast = self.double_backward = self.carried = self.late = False
 
     def attach(self) -> None:
-        """Hook the module; the parameters follow as soon as they require gradients."""
+        """Hook the module; the weight follows as soon as it requires gradients."""
         hook = _ForwardHook(self)
         self._handles.append(self.module.register_forward_hook(hook, with_kwargs=True))
-        self._attach_parameters()
 
     def detach(self) -> None:
         """Remove every hook, and let go of all rows."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self.passes.clear()
+        self._passes.clear()
 
-    def take(self) -> list[Pass]:
-        """The committed passes in forward order; they are the layer's no longer."""
-        passes = [self.passes[number] for number in sorted(self.passes)]
-        self.passes.clear()
-        return passes
+    def committed(self) -> list[Pass]:
+        """The passes committed for the coming step, in forward order."""
+        return [self._passes[number] for number in sorted(self._passes)]
 
     def drop(self) -> None:
         """The gradient was zeroed: the rows committed so far do not reach the step."""
-        for item in self.passes.values():
+        for item in self._passes.values():
             item.value = item.value_probe = None
-        self.passes.clear()
+        self._passes.clear()
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
         """The forward hook: copy the key and hook the node that multiplies by the weight."""
@@ -171,8 +169,7 @@ class LayerCapture:
             return
         if self._kind.weight(self.module) is not weight:
             return  # functional_call and the like: not the recorded parameter
-        given = self._kind.input(args, kwargs).detach()
-        leading = tuple(given.shape[:-1])
+        given = self._kind.input(args, kwargs)
         rows = given.numel() // self.spec.d_in
         if rows == 0:
             return
@@ -183,29 +180,21 @@ class LayerCapture:
                 f"its weight (autograd node {output.grad_fn}); leave it out with "
                 "Recorder(..., layers=[...])"
             )
-        self._attach_parameters()
+        if not self._attached:  # not before: a frozen parameter takes no hook
+            self._attached = True
+            self._handles.append(weight.register_post_accumulate_grad_hook(self._accumulated))
         if torch.is_autocast_enabled(given.device.type):
             self.autocast = True
-        key = self._tape.pool.take((rows, self.spec.d_in))
-        key.tensor.view(given.shape).copy_(given)
+        key = self._tape.pool.take(rows, self.spec.d_in)
+        key.copy(given)
         item = Pass(
             next(self._tape.numbers),
             self._tape.annotations.current,
-            leading,
+            tuple(given.shape[:-1]),
             key,
-            torch.mv(key.tensor, self._v),
+            key.times(self._v),
         )
         node.register_prehook(lambda gradients: self._backward(item, gradients[0]))
-
-    def _attach_parameters(self) -> None:
-        if len(self._attached) == len(self._watches):
-            return
-        for role, parameter in (("weight", self.weight), ("bias", self.bias)):
-            if parameter is None or role in self._attached or not parameter.requires_grad:
-                continue
-            self._attached.add(role)
-            hook = self._weight_accumulated if role == "weight" else self._bias_accumulated
-            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def _backward(self, item: Pass, gradient: torch.Tensor | None) -> None:
         """The node's pre-hook: copy the value, to be committed if the weight accumulates."""
@@ -217,33 +206,30 @@ class LayerCapture:
             self.late = True
             return
         grad = self.weight.grad
-        if self.passes:
-            if grad is None or self._watches["weight"].zeroed(grad):
+        if self._passes:
+            if grad is None or self._watch.zeroed(grad):
                 self.drop()
-        elif grad is not None and bool(grad[:: self._watches["weight"].stride].any()):
+        elif grad is not None and self._watch.sampled(grad):
             self.carried = True
-        value = self._tape.pool.take((item.rows, self.spec.d_out))
-        _negate(gradient.detach(), value.tensor)
-        probe = torch.mv(value.tensor, self._u)
+        value = self._tape.pool.take(item.rows, self.spec.d_out)
+        value.copy_negated(gradient)
+        probe = value.times(self._u)
         self._tape.defer(self, lambda: self._commit(item, value, probe))
 
-    def _commit(self, item: Pass, value: Buffer, probe: torch.Tensor) -> None:
+    def _commit(self, item: Pass, value: Buffer, probe: np.ndarray) -> None:
         if item.value is None or item.value_probe is None:
             item.value, item.value_probe = value, probe
         else:
-            item.value.tensor.add_(value.tensor)
+            item.value.array += value.array
             item.value_probe = item.value_probe + probe
-        self.passes[item.number] = item
+        self._passes[item.number] = item
         self.ever = True
 
-    def _weight_accumulated(self, parameter: torch.Tensor) -> None:
+    def _accumulated(self, parameter: torch.Tensor) -> None:
+        """The weight's post-accumulate hook."""
         assert parameter.grad is not None
-        self._watches["weight"].accumulated(parameter.grad)
+        self._watch.accumulated(parameter.grad)
         self._tape.commit(self)
-
-    def _bias_accumulated(self, parameter: torch.Tensor) -> None:
-        assert parameter.grad is not None
-        self._watches["bias"].accumulated(parameter.grad)
 
 
 class _ForwardHook:
@@ -265,11 +251,3 @@ class _ForwardHook:
 
 def _graph_task() -> int:
     return int(torch._C._current_graph_task_id())
-
-
-def _negate(gradient: torch.Tensor, out: torch.Tensor) -> None:
-    gradient = gradient.view(out.shape) if gradient.dim() != 2 else gradient
-    if gradient.dtype == out.dtype and gradient.device == out.device:
-        torch.neg(gradient, out=out)
-    else:
-        out.copy_(gradient).neg_()

@@ -213,6 +213,6 @@ def _stop(writer: RecordingWriter) -> None:
 
 
 def _step_pass(item: CapturedPass) -> StepPass:
-    values = None if item.values is None else Record(item.values.memory, item.values.nbytes)
-    keys = Record(item.keys.memory, item.keys.nbytes)
+    values = None if item.values is None else Record(item.values.memory, item.values.array.nbytes)
+    keys = Record(item.keys.memory, item.keys.array.nbytes)
     return StepPass(item.layer, item.rows, item.block, keys, values)

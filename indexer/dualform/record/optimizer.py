@@ -27,7 +27,7 @@ class OptimizerView:
 
     def holds(self, parameter: torch.Tensor) -> bool:
         """Whether the optimizer updates this parameter."""
-        self._refresh()
+        self.refresh()
         return parameter in self._group_of
 
     def momentum(self, parameter: torch.Tensor) -> torch.Tensor | None:
@@ -39,8 +39,7 @@ class OptimizerView:
     def row(
         self, step: int, name: str, parameter: torch.Tensor, scale: float, took_part: bool
     ) -> LedgerRow:
-        """The ledger's row of a parameter for the step that is about to run."""
-        self._refresh()
+        """The ledger's row of a parameter for the step that is about to run; see `refresh`."""
         index = self._group_of.get(parameter)
         if index is None:
             return LedgerRow(step, name, lr=0.0, took_part=False)
@@ -60,7 +59,8 @@ class OptimizerView:
             first=took_part and momentum != 0 and self.momentum(parameter) is None,
         )
 
-    def _refresh(self) -> None:
+    def refresh(self) -> None:
+        """Look at the groups again; due once per step."""
         groups = self.optimizer.param_groups
         key = tuple((id(group), len(group["params"])) for group in groups)
         if key != self._key:

@@ -6,11 +6,12 @@ import numpy as np
 import torch
 
 from dualform.record.capture import LayerCapture, Pass, Tape
-from dualform.record.check import GradientCheck, Verdict, WeightProbe
+from dualform.record.check import GradientCheck, Sides, Verdict
 from dualform.record.errors import CaptureError
 from dualform.record.optimizer import OptimizerView
 from dualform.record.selection import SelectedLayer
 from dualform.record.watch import GradientWatch
+from dualform.record.weights import WeightProbe
 from dualform.store.ledger import InexactMark, LedgerRow
 
 WEIGHTS_CHANGED = "weights changed other than by the recorded optimizer steps"
@@ -48,20 +49,19 @@ class RecordedLayer:
         self.parameters: dict[str, torch.Tensor] = {spec.weight: weight}
         if spec.bias is not None and bias is not None:
             self.parameters[spec.bias] = bias
-        roles = dict(zip(("weight", "bias"), self.parameters.values(), strict=False))
-        self._watches = {role: GradientWatch(p.shape) for role, p in roles.items()}
+        self._watch = GradientWatch(weight.shape)
         self._check = GradientCheck(spec.d_in, spec.d_out, random)
         self.capture = LayerCapture(
             spec,
             selected.kind,
             selected.module,
             tape,
-            self._watches,
+            self._watch,
             (self._check.u, self._check.v),
         )
         self.kept: list[Pass] = []
         self._optimizer = optimizer
-        self._rows: list[tuple[LedgerRow, Verdict]] = []
+        self._rows: list[tuple[LedgerRow, Verdict, float]] = []
         self._probes = {name: WeightProbe() for name in self.parameters}
         self._single = weight.dtype == torch.float32
         self._follow_weights = self._single and optimizer.exact
@@ -76,26 +76,30 @@ class RecordedLayer:
         Raises:
             CaptureError: The weight has a gradient, and the layer never had a row.
         """
-        passes = [self.capture.passes[number] for number in sorted(self.capture.passes)]
+        passes = self.capture.committed()
         mark = self._first_mark() if step == 0 else None
-        weight = self._verdict("weight", passes)
-        self.kept = passes if weight.took_part and not weight.zeroed else []
-        if weight.took_part and not weight.zeroed and not self.capture.ever:
+        sides = Sides(passes)
+        weight = self._weight_verdict(sides)
+        keep = weight.took_part and not weight.zeroed
+        if keep and not self.capture.ever:
             grad = self.capture.weight.grad
             if grad is not None and bool(grad.any()):
                 raise CaptureError(_CAUSES.format(name=self.spec.name))
-        verdicts = [weight]
-        if len(self.parameters) > 1:
-            verdicts.append(self._verdict("bias", self.kept))
+        self.kept = passes if keep else []
+        if passes and not keep:
+            sides = Sides([])
+        verdicts = [(weight, sides.weight_size)]
+        if self.capture.bias is not None:
+            verdicts.append((self._bias_verdict(weight, sides), sides.bias_size))
         self._rows = [
-            (self._optimizer.row(step, name, p, verdict.scale, verdict.took_part), verdict)
-            for (name, p), verdict in zip(self.parameters.items(), verdicts, strict=True)
+            (self._optimizer.row(step, name, p, verdict.scale, verdict.took_part), verdict, size)
+            for (name, p), (verdict, size) in zip(self.parameters.items(), verdicts, strict=True)
         ]
-        fault = next((v.fault for v in verdicts if v.fault is not None), None)
+        fault = weight.fault or verdicts[-1][0].fault
         if fault is not None and self._follow_rows and mark is None:
             self._follow_rows = self._follow_weights = False
             mark = InexactMark(step, self._reason(fault))
-        return [row for row, _ in self._rows], mark
+        return [row for row, _, _ in self._rows], mark
 
     def check_weights(self, step: int) -> InexactMark | None:
         """Compare weights and momentum buffers with what the steps so far should have made them.
@@ -122,30 +126,36 @@ class RecordedLayer:
         """The step has run: follow it, and let go of its rows."""
         for item in self.kept:
             item.key = item.value = item.value_probe = None
-        self.capture.passes.clear()
         self.capture.begin_step()
         self.kept = []
-        for (name, _), (row, verdict) in zip(self.parameters.items(), self._rows, strict=True):
-            if self._follow_weights:
-                self._probes[name].advance(row, verdict)
+        if self._follow_weights:
+            for row, verdict, size in self._rows:
+                self._probes[row.parameter].advance(row, verdict.probe, size)
 
-    def _verdict(self, role: str, passes: list[Pass]) -> Verdict:
-        parameter = self.capture.weight if role == "weight" else self.capture.bias
-        assert parameter is not None
-        grad, watch = parameter.grad, self._watches[role]
+    def _weight_verdict(self, sides: Sides) -> Verdict:
+        grad, watch = self.capture.weight.grad, self._watch
         if grad is None:
             return Verdict(False)
-        if not self._follow_rows:
-            zeroed = bool(passes) and watch.zeroed(grad)
-            scale = 1.0 if zeroed or watch.untouched(grad) else watch.scale(grad).factor
-            return Verdict(True, zeroed, scale if np.isfinite(scale) else 1.0)
-        test = self._check.weight if role == "weight" else self._check.bias
-        return test(grad, watch, passes)
+        if self._follow_rows:
+            return self._check.weight(grad, watch, sides)
+        if watch.zeroed(grad):
+            return Verdict(True, zeroed=True)
+        factor = 1.0 if watch.untouched(grad) else watch.scale(grad).factor
+        return Verdict(True, scale=factor if np.isfinite(factor) else 1.0)
+
+    def _bias_verdict(self, weight: Verdict, sides: Sides) -> Verdict:
+        bias = self.capture.bias
+        if bias is None or bias.grad is None:
+            return Verdict(False)
+        if self._follow_rows and weight.fault is None:
+            return self._check.bias(bias.grad, sides, weight.scale)
+        return Verdict(True, scale=weight.scale)
 
     def _probe_state(self, parameter: torch.Tensor) -> list[tuple[float, float]]:
         momentum = self._optimizer.momentum(parameter)
-        buffer = (0.0, 0.0) if momentum is None else self._check.probe(momentum)
-        return [self._check.probe(parameter), buffer]
+        state = [parameter.detach()] if momentum is None else [parameter.detach(), momentum]
+        pairs = [(self._check.probe(tensor), float(tensor.norm())) for tensor in state]
+        return pairs if len(pairs) == 2 else [*pairs, (0.0, 0.0)]
 
     def _first_mark(self) -> InexactMark | None:
         if not self._single:
@@ -174,7 +184,7 @@ class RecordedLayer:
             return "double backward (gradient penalty): its part of the gradient is no row"
         if capture.late:
             return "a backward ran again, after a step, through a forward of an earlier step"
-        if capture.carried or not capture.passes:
+        if capture.carried or not self.kept:
             return "the gradient was carried over a step without zeroing, or assigned by hand"
         if not capture.weight.requires_grad or capture.weight.grad is None:
             return "the bias was trained while the weight was frozen"

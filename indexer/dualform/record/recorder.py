@@ -184,9 +184,11 @@ class Recorder:
         return args[:1], {**kwargs, "closure": evaluate}
 
     @torch.no_grad()
+    @np.errstate(all="ignore")
     def _prepare(self) -> None:
         """Close the accumulation: judge the gradients, build the step. Weights are as before."""
         self._sink.check()
+        self._optimizer.refresh()
         step = self._step
         ledger, passes, blocks = [], [], _Blocks(step)
         for layer in self._layers:

@@ -36,7 +36,7 @@ from dualform.store.recording_format import (
     segment_name,
     write_sealed,
 )
-from dualform.store.row_metadata import Block, blocks_table
+from dualform.store.row_metadata import Block, blocks_table, column_types
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _MAX_VECTOR = 512  # buffers per pwritev; every system allows 1,024
@@ -233,9 +233,7 @@ class RecordingWriter:
         os.fsync(self._fd)
         os.close(self._fd)
         self._fd = None
-        for block in self._open.blocks:
-            for name, array in block.columns.items():
-                self._columns.setdefault(name, _type_name(array))
+        self._columns = {**self._columns, **column_types(self._open.blocks)}
         rows = blocks_table(self._open.blocks, self._columns)
         SegmentTable(
             number=number,
@@ -258,10 +256,6 @@ class RecordingWriter:
 
     def _part(self, suffix: str) -> Path:
         return self._directory / segment_name(self._segments, suffix)
-
-
-def _type_name(array: pa.Array) -> str:
-    return {"double": "float64"}.get(str(array.type), str(array.type))
 
 
 def _parquet(table: pa.Table) -> bytes:

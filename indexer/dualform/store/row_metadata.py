@@ -6,6 +6,7 @@ blocks.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,18 +30,28 @@ class Block:
     Attributes:
         step: The optimizer step that used the rows.
         leading: Shape of the layer's input without its last axis: (), (batch,), (batch, time), ...
-        columns: The annotation, by name. Each array has one entry for all rows, one per leading
-            index, or one per row.
+        columns: The annotation, by name: flat int64, float64, bool, or object (str) arrays with
+            one entry for all rows, one per leading index, or one per row.
     """
 
     step: int
     leading: tuple[int, ...]
-    columns: Mapping[str, pa.Array]
+    columns: Mapping[str, np.ndarray]
 
     @property
     def rows(self) -> int:
         """How many rows the pass has."""
         return math.prod(self.leading)
+
+
+def column_types(blocks: Sequence[Block]) -> dict[str, str]:
+    """The types of all columns that the blocks have, by name, in order of appearance."""
+    types: dict[str, str] = {}
+    for block in blocks:
+        for name, values in block.columns.items():
+            if name not in types:
+                types[name] = "string" if values.dtype == object else str(values.dtype)
+    return types
 
 
 def row_schema(columns: Mapping[str, str]) -> pa.Schema:
@@ -63,37 +74,48 @@ def blocks_table(blocks: Sequence[Block], columns: Mapping[str, str]) -> pa.Tabl
     Returns:
         A table with the schema `row_schema(columns)`.
     """
-    schema = row_schema(columns)
-    steps = np.array([block.step for block in blocks], np.int64)
     counts = np.array([block.rows for block in blocks], np.int64)
-    arrays: list[pa.Array | pa.ChunkedArray] = [
-        pa.array(np.repeat(steps, counts)),
-        pa.chunked_array([_slots(block.leading) for block in blocks], pa.int64()),
-        pa.chunked_array([_positions(block.leading) for block in blocks], pa.int64()),
+    steps = np.repeat(np.array([block.step for block in blocks], np.int64), counts)
+    places = [_places(block.leading) for block in blocks]
+    flat = np.array([len(block.leading) < 2 for block in blocks], np.bool_)
+    arrays = [
+        pa.array(steps),
+        pa.array(_joined([slots for slots, _ in places], np.int64)),
+        pa.array(
+            _joined([positions for _, positions in places], np.int64), mask=np.repeat(flat, counts)
+        ),
     ]
-    for field in list(schema)[3:]:
-        chunks = [_expand(block.columns.get(field.name), block, field.type) for block in blocks]
-        arrays.append(pa.chunked_array(chunks, field.type))
-    return pa.Table.from_arrays(arrays, schema=schema)
+    for name, kind in columns.items():
+        arrays.append(_column([block.columns.get(name) for block in blocks], counts, kind))
+    return pa.Table.from_arrays(arrays, schema=row_schema(columns))
 
 
-def _slots(leading: tuple[int, ...]) -> pa.Array:
-    if not leading:
-        return pa.array([0], pa.int64())
-    return pa.array(np.repeat(np.arange(leading[0]), math.prod(leading[1:])))
+def _column(parts: Sequence[np.ndarray | None], counts: np.ndarray, kind: str) -> pa.Array:
+    dtype = object if kind == "string" else np.dtype(kind)
+    filler = np.zeros(1, dtype)
+    spread = []
+    for part, count in zip(parts, counts.tolist(), strict=True):
+        given = filler if part is None else part
+        spread.append(given if len(given) == count else np.repeat(given, count // len(given)))
+    values = _joined(spread, dtype)
+    missing = np.array([part is None for part in parts], np.bool_)
+    mask = np.repeat(missing, counts) if missing.any() else None
+    if kind == "string":  # as a list: from an object array, pyarrow would first import pandas
+        if mask is not None:
+            values[mask] = None
+        return pa.array(values.tolist(), TYPES[kind])
+    return pa.array(values, TYPES[kind], mask=mask)
 
 
-def _positions(leading: tuple[int, ...]) -> pa.Array:
-    if len(leading) < 2:
-        return pa.nulls(math.prod(leading), pa.int64())
-    return pa.array(np.tile(np.arange(math.prod(leading[1:])), leading[0]))
+def _joined(parts: Sequence[np.ndarray], dtype: object) -> np.ndarray:
+    return np.concatenate(parts) if parts else np.zeros(0, dtype)  # type: ignore[call-overload]
 
 
-def _expand(array: pa.Array | None, block: Block, kind: pa.DataType) -> pa.Array:
-    if array is None:
-        return pa.nulls(block.rows, kind)
-    if len(array) == block.rows:
-        return array
-    if len(array) == 1:
-        return pa.repeat(array[0], block.rows)
-    return array.take(pa.array(np.repeat(np.arange(len(array)), block.rows // len(array))))
+@functools.lru_cache(maxsize=64)
+def _places(leading: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Slot and position of every row; positions are zeros where there is but one axis."""
+    rows = math.prod(leading)
+    first = leading[0] if leading else 1
+    inner = rows // first if first else 0
+    slots, positions = np.divmod(np.arange(rows), max(1, inner))
+    return slots, positions

@@ -45,14 +45,19 @@ class Linear(LayerKind):
 
         A hook on the output itself would miss in-place operations on a view of the product.
         """
-        waiting = deque([(output.grad_fn, 0)])
+        top = output.grad_fn
+        if top is not None and top.next_functions:  # most often it is the topmost node
+            last = top.next_functions[-1][0]
+            if last is not None and _leads_to(last, weight):
+                return top
+        waiting = deque([(top, 0)])
         while waiting:
             node, depth = waiting.popleft()
             if node is None or node.name() in _WEIGHT_VIEWS:
                 continue
             below = [edge[0] for edge in node.next_functions if edge[0] is not None]
             # The weight is the last argument of every product that linear layers use.
-            if below and any(_leads_to(child, weight) for child in reversed(below)):
+            if any(_leads_to(child, weight) for child in reversed(below)):
                 return node
             if depth < _MAX_DEPTH:
                 waiting.extend((child, depth + 1) for child in below)
