@@ -6,7 +6,6 @@ import mmap
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 
 from dualform.index import build_index
 from dualform.store.ledger import LedgerRow
@@ -66,7 +65,7 @@ def make_recording(
     for step, first in enumerate(range(0, len(keys), rows_per_step)):
         own = slice(first, min(first + rows_per_step, len(keys)))
         count = own.stop - own.start
-        metadata = {name: pa.array(column[own]) for name, column in columns.items()}
+        metadata = {name: _column(column[own]) for name, column in columns.items()}
         kept = None if values is None else _record(values[own])
         writer.append(
             [StepPass("fc", count, 0, _record(keys[own]), kept)],
@@ -76,6 +75,10 @@ def make_recording(
         writer.flush()
     writer.close(state)
     return path
+
+
+def _column(values: list[object]) -> np.ndarray:
+    return np.array(values, object if isinstance(values[0], str) else None)
 
 
 def _record(rows: np.ndarray) -> Record:
