@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from dualform.serve import policy
+
+policy.apply()  # before any test imports torch; the processes that tests start inherit it
+
 ROOT = Path(__file__).resolve().parent.parent
 DATA = Path(os.environ.get("DUALFORM_DATA", ROOT.parent / "shared" / "data"))
 
