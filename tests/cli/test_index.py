@@ -112,23 +112,29 @@ def test_verify_finds_one_flipped_bit(memory: Memory, tmp_path: Path) -> None:
     assert file.name in done.out
 
 
-@pytest.mark.parametrize("action", ["inspect", "verify"])
-def test_what_is_no_index(tmp_path: Path, memory: Memory, action: str) -> None:
-    for path in (tmp_path / "no", tmp_path):
-        done = dualform("index", action, path)
-        assert (done.status, done.out) == (2, ""), done
-        assert "dualform index build" in done.err
-    newer = tmp_path / "newer"
-    newer.mkdir()
-    manifest = json.loads((memory.path / "manifest.json").read_text())
-    (newer / "manifest.json").write_text(json.dumps({**manifest, "version": 99}))
-    done = dualform("index", action, newer)
+@pytest.mark.parametrize(
+    ("action", "manifest", "says"),
+    [
+        ("inspect", None, "dualform index build"),
+        ("verify", None, "dualform index build"),
+        ("inspect", '{"format": "dualform-index", "version": 99}', "upgrade"),
+        ("verify", '{"format": "dualform-index", "version": 99}', "upgrade"),
+        ("inspect", "{", "manifest.json"),
+        ("verify", "{", "manifest.json"),
+    ],
+)
+def test_what_is_no_index(tmp_path: Path, action: str, manifest: str | None, says: str) -> None:
+    if manifest is not None:
+        (tmp_path / "manifest.json").write_text(manifest)
+    done = dualform("index", action, tmp_path)
     assert (done.status, done.out) == (2, ""), done
-    assert "upgrade" in done.err
-    (newer / "manifest.json").write_text("{")
-    done = dualform("index", action, newer)
-    assert (done.status, done.out) == (2, ""), done
-    assert "manifest.json" in done.err
+    assert says in done.err
+
+
+def test_a_path_that_is_not_there(tmp_path: Path) -> None:
+    done = dualform("index", "inspect", tmp_path / "no")
+    assert (done.status, done.out) == (2, "")
+    assert "dualform index build" in done.err
 
 
 def test_a_terminal_gets_a_bar(recording: Path, tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -178,6 +180,23 @@ def test_servers_that_are_not_there(query_file: Path, tmp_path: Path) -> None:
     local = ["--layer", "fc", "--query", query_file]
     refused(dualform("query", "top-k", "--local", tmp_path / "no", *local), "dualform index build")
     refused(dualform("query", "top-k", "--local", tmp_path, *local), "not an index")
+
+
+def test_an_interrupt_ends_it_without_a_traceback(query_file: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        question = ["query", "top-k", "--server", address, "--layer", "fc"]
+        process = subprocess.Popen(
+            [*COMMAND, *question, "--query", str(query_file)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        connection, _ = silent.accept()
+        with connection:
+            process.send_signal(signal.SIGINT)
+            out, errors = process.communicate(timeout=60)
+    assert (process.returncode, out, errors) == (130, "", "dualform: interrupted\n")
 
 
 def test_a_reader_that_goes_away_is_no_error(server: str, query_file: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import builtins
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -187,6 +188,16 @@ def test_many_asyncio_questions_at_once(remote: Client, server: str, queries: np
     for i, alone in enumerate(asyncio.run(ask())):
         np.testing.assert_array_equal(alone.rows[0], together.rows[i])
         np.testing.assert_array_equal(alone.scores[0], together.scores[i])
+
+
+def test_many_threads_share_a_client(
+    remote: Client, local: Client, queries: np.ndarray, memory: Memory
+) -> None:
+    expected = np.argsort(-memory.weights(queries), axis=1, kind="stable")[:, :3]
+    for client in (remote, local):
+        with ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(lambda _, c=client: c.top_k("fc", queries, k=3), range(40)))
+        assert all(np.array_equal(hits.rows, expected) for hits in answers)
 
 
 def test_queries_may_be_tensors_views_and_lists_of_rows(

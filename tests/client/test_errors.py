@@ -6,6 +6,7 @@ import asyncio
 import json
 import pickle
 import shutil
+import socket
 import threading
 import time
 from pathlib import Path
@@ -198,6 +199,17 @@ def test_nobody_there(queries: np.ndarray) -> None:
     with Client(address, retry=thrice) as client, pytest.raises(UnavailableError) as caught:
         client.indexes()
     assert "(3 tries)" in str(caught.value)
+
+
+def test_a_server_that_never_says_anything() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        Client(f"127.0.0.1:{silent.getsockname()[1]}", retry=None) as client,
+    ):
+        started = time.monotonic()
+        with pytest.raises((DeadlineExceededError, UnavailableError)):
+            client.indexes(timeout=0.5)
+        assert time.monotonic() - started < 5
 
 
 def test_retries_stay_inside_the_deadline() -> None:

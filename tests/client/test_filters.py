@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dualform.client import Filter, InvalidArgumentError, parse_filter
@@ -192,6 +192,8 @@ trees = st.recursive(
 )
 
 
+# No deadline: the first example imports sqlglot.
+@settings(deadline=None)
 @given(trees)
 def test_any_tree_written_as_text_parses_back(tree: Filter) -> None:
     assert parse_filter(render(tree)) == tree
