@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -264,22 +265,30 @@ def test_a_signal_drains(process: Any, number: int) -> None:
     assert "Traceback" not in server.stderr.read()
 
 
-def test_a_drain_waits_for_the_scans(index: Path) -> None:
-    GatedCatalog.gate.clear()
-    GatedCatalog.started = 0
-    script = f"""
+GATED_SCRIPT = """
 import asyncio, pathlib, sys, threading
-sys.path[:0] = {[str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]!r}
-from tests.serve.test_lifecycle import GatedCatalog
+sys.path[:0] = sys.argv[3:]
+from serve.test_lifecycle import GatedCatalog
 from dualform.serve import ServerConfig, command
-from dualform.serve.config import ServerLimits
-from dualform.serve.server import Server
-threading.Timer(3.0, GatedCatalog.gate.set).start()
-indexes = {{"i": pathlib.Path({str(index)!r})}}
-asyncio.run(command._serve(ServerConfig(indexes, listen="127.0.0.1:0"), GatedCatalog(indexes)))
+if float(sys.argv[2]) > 0:
+    threading.Timer(float(sys.argv[2]), GatedCatalog.gate.set).start()
+indexes = {"i": pathlib.Path(sys.argv[1])}
+config = ServerConfig(indexes, listen="127.0.0.1:0")
+asyncio.run(command._serve(config, GatedCatalog(indexes)))
 """
+
+
+@contextmanager
+def gated_process(
+    index: Path, opens_after: float
+) -> Iterator[tuple[subprocess.Popen[str], list[Any]]]:
+    """A server of its own with four questions inside: two at the gate and two behind them."""
+    tests = Path(__file__).parents[1]
     server = subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", GATED_SCRIPT, str(index), str(opens_after), str(tests)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     try:
         assert server.stdout is not None
@@ -288,28 +297,33 @@ asyncio.run(command._serve(ServerConfig(indexes, listen="127.0.0.1:0"), GatedCat
         with grpc.insecure_channel(line.removeprefix("listening on ").strip()) as channel:
             stub = attribution_pb2_grpc.AttributionServiceStub(channel)
             calls = [stub.TopK.future(question()) for _ in range(4)]
-            time.sleep(0.3)
-            server.terminate()
-            # Two run and two wait; all four were asked before the drain.
-            for call in calls:
-                assert list(call.result(timeout=30).rows.shape) == [1, 2]
-            assert server.wait(30) == 0
+            # Answered after the four have arrived: one connection keeps their order.
+            stub.ListIndexes(pb.ListIndexesRequest(), timeout=30)
+            yield server, calls
     finally:
         server.kill()
         server.communicate()
 
 
-def test_two_signals_end_it_at_once(process: Any) -> None:
-    server, address = process()
-    with grpc.insecure_channel(address) as channel:
-        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
-        next(watch)
-        server.send_signal(signal.SIGINT)
-        assert next(watch).status == NOT_SERVING
+def test_a_drain_waits_for_the_scans(index: Path) -> None:
+    with gated_process(index, opens_after=3) as (server, calls):
+        server.terminate()
+        for call in calls:
+            assert list(call.result(timeout=30).rows.shape) == [1, 2]
+        assert server.wait(30) == 0
+
+
+def test_a_second_signal_waits_for_nothing(index: Path) -> None:
+    with gated_process(index, opens_after=0) as (server, calls):
         begin = time.monotonic()
-        server.send_signal(signal.SIGINT)
-        assert server.wait(10) == 0
-        assert time.monotonic() - begin < 2
+        server.terminate()
+        time.sleep(0.2)
+        server.terminate()
+        for call in calls:
+            assert call.exception(timeout=30) is not None
+        assert server.wait(30) == 0
+        # The scans would have been given their grace of 30 s.
+        assert time.monotonic() - begin < 20
 
 
 def test_a_taken_port_is_told(process: Any) -> None:

@@ -6,9 +6,11 @@ import os
 import subprocess
 import sys
 
+from dualform.serve import policy
+
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    names = ("OMP_WAIT_POLICY", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+    names = ("OMP_WAIT_POLICY", *policy.POOLS, policy.ARROW_POOL, policy.HEAPS)
     clean = {name: value for name, value in os.environ.items() if name not in names}
     return subprocess.run(
         [sys.executable, "-c", code], env={**clean, **environment}, capture_output=True, text=True
@@ -52,3 +54,35 @@ def test_a_second_call_does_nothing() -> None:
     code = "from dualform.serve import policy; policy.apply(); import torch; policy.apply()"
     done = python(code)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_arrow_takes_the_system_s_memory() -> None:
+    code = (
+        "from dualform.serve import policy; policy.apply(); import pyarrow; "
+        "print(pyarrow.default_memory_pool().backend_name)"
+    )
+    assert python(code).stdout.strip() == "system"
+
+
+def test_threads_share_two_heaps() -> None:
+    """A heap beyond the main one is mapped, so threads that allocate add address space for each."""
+    code = """
+import threading
+def heaps():
+    done, hold = threading.Barrier(9), threading.Event()
+    def work():
+        kept = [bytes(100_000 + i) for i in range(50)]
+        done.wait(); hold.wait(); del kept
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    [t.start() for t in threads]
+    done.wait()
+    # glibc aligns heaps of threads to 64 MiB.
+    lines = open("/proc/self/maps").read().splitlines()
+    starts = [int(line.split("-")[0], 16) for line in lines if " rw-p 00000000 00:00 0" in line]
+    hold.set(); [t.join() for t in threads]
+    return sum(start % (64 << 20) == 0 for start in starts)
+print(heaps())
+"""
+    applied = "from dualform.serve import policy; policy.apply()"
+    without, with_policy = int(python(code).stdout), int(python(applied + code).stdout)
+    assert with_policy <= 1 < without

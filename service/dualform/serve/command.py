@@ -26,9 +26,8 @@ def run(config: ServerConfig) -> int:
         Exit status: 0 after a drain, 2 where nothing can be served as configured.
     """
     policy.apply()
-    logging.basicConfig(
-        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s"
-    )
+    logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("dualform").setLevel(logging.INFO)
     # After the policy: this imports torch and FAISS.
     from dualform.serve.server import open_catalog
 
