@@ -99,7 +99,7 @@ def train_and_record(digits: Digits, path: Path) -> nn.Sequential:
     start = time.perf_counter()
     with Recorder(model, optimizer, str(path)) as recorder:
         images = digits.pixels[digits.training.numpy()]
-        recorder.add_examples(digits.training, [_png(pixels) for pixels in images])
+        recorder.add_examples(digits.training.numpy(), [_png(pixels) for pixels in images])
         for _ in range(EPOCHS):
             for ids in digits.training[torch.randperm(TRAINED)].split(BATCH):
                 recorder.annotate(label=digits.labels[ids], example=ids, task="digits")

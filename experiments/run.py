@@ -81,9 +81,7 @@ def _variant(study: config.Study, name: str, arguments: argparse.Namespace) -> r
 
     start = time.perf_counter()
     with serving(index, folder / "serve.log") as (address, pid):
-        print(
-            f"[{name}] serve: listening after {time.perf_counter() - start:.1f} s", file=sys.stderr
-        )
+        result.open_seconds = time.perf_counter() - start
         with measure.Sampler(pid) as sampler:
             stage(
                 "ask",
@@ -105,6 +103,9 @@ def _failures(study: config.Study, name: str, result: report.VariantReport) -> l
     """The bounds that do not hold, in words."""
     variant = study.variants[name]
     found = []
+    server = result.stages["serve"].peak_anonymous / 1e6
+    if server > study.ask.max_server_mb:
+        found.append(f"the server's memory reached {server:.0f} MB")
     for own in result.verify["layers"]:
         error = own["weight_error"]
         if error is None or error > variant.max_weight_error:

@@ -38,11 +38,13 @@ class Ask:
         images: Test images whose outputs are compared, from the start of the test set.
         top_k_queries: Queries in one top-k call.
         k: Rows per query.
+        max_server_mb: Bound on the server's anonymous and shared memory at its peak, 10^6 bytes.
     """
 
     images: int
     top_k_queries: int
     k: int
+    max_server_mb: int
 
 
 @dataclass(frozen=True)

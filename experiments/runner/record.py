@@ -30,7 +30,7 @@ def main(study_file: str, variant_name: str, data: str, scratch: str, folder: st
 
     recorder = Recorder(model, optimizer, str(Path(folder) / "recording"))
     payloads = [mnist.png(pixels) for pixels in training.pixels]
-    recorder.add_examples(training.ids, payloads)
+    recorder.add_examples(training.ids.numpy(), payloads)
     start = time.perf_counter()
     for batch in torch.from_numpy(plan):
         recorder.annotate(label=training.labels[batch], example=training.ids[batch], task="mnist")
