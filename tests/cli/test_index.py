@@ -78,15 +78,17 @@ def test_options_of_later_are_refused(recording: Path, tmp_path: Path, option: s
     assert not (tmp_path / "index").exists()
 
 
-def test_verify_says_no_with_status_1(memory: Memory, tmp_path: Path) -> None:
-    # Weights that no row moved: the arrays of this memory were made up.
-    done = dualform("index", "verify", memory.path, "--json")
+def test_verify_says_no_with_status_1(recording: Path, tmp_path: Path) -> None:
+    # The rows of this recording were made up: they never moved its weights.
+    index = tmp_path / "index"
+    assert dualform("index", "build", recording, index).status == 0
+    done = dualform("index", "verify", index, "--json")
     report = json.loads(done.out)
     assert done.status == 1
     assert not report["ok"]
     assert not report["layers"][0]["ok"]
     assert "does not hold what it claims" in done.err
-    table = dualform("index", "verify", memory.path)
+    table = dualform("index", "verify", index)
     assert table.status == 1
     assert re.search(r"\nfc +false ", table.out)
 
