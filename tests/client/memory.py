@@ -1,4 +1,4 @@
-"""A small memory whose every number the tests know: recorded from a layer trained on chosen rows."""
+"""A small memory whose every number the tests know: a layer trained on chosen rows."""
 
 from __future__ import annotations
 
