@@ -178,6 +178,8 @@ class RecordedLayer:
             return "the gradient was clipped by value, which no factor describes"
         if fault == "edited":
             return "the gradient was changed between backward and step other than by one factor"
+        if capture.weight.grad is None:
+            return "the bias was trained while the weight was frozen"
         if capture.autocast:
             return "reduced precision (autocast): the gradient was computed from rounded numbers"
         if capture.double_backward:
@@ -186,8 +188,6 @@ class RecordedLayer:
             return "a backward ran again, after a step, through a forward of an earlier step"
         if capture.carried or not self.kept:
             return "the gradient was carried over a step without zeroing, or assigned by hand"
-        if not capture.weight.requires_grad or capture.weight.grad is None:
-            return "the bias was trained while the weight was frozen"
         return (
             "the rows do not add up to the gradient; is the weight used elsewhere too "
             "(tied, F.linear), or changed by a hook?"

@@ -1,0 +1,323 @@
+"""A layer that the ledger does not explain is marked: from which step, and why."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from unittest.mock import ANY
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from dualform.record import Recorder
+from dualform.record.buffers import Pool
+from dualform.record.capture import Pass
+from dualform.record.check import GradientCheck, Sides, Verdict
+from dualform.record.watch import GradientWatch
+from dualform.store.recording import InexactMark, Recording
+
+from . import reading
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(12, 20), nn.ReLU(), nn.Linear(20, 3))
+
+
+def train(
+    path: Path,
+    steps: int = 40,
+    before_step: Callable[[int, nn.Sequential], None] = lambda step, model: None,
+    after_step: Callable[[int, nn.Sequential], None] = lambda step, model: None,
+    loss: Callable[[nn.Sequential], torch.Tensor] | None = None,
+    zero: bool = True,
+    optimizer_of: Callable[[nn.Sequential], torch.optim.Optimizer] | None = None,
+) -> Recording:
+    model = network()
+    optimizer = (
+        torch.optim.SGD(model.parameters(), lr=0.05)
+        if optimizer_of is None
+        else optimizer_of(model)
+    )
+    with Recorder(model, optimizer, path):
+        for step in range(steps):
+            if zero:
+                optimizer.zero_grad()
+            x, y = torch.randn(16, 12), torch.randint(0, 3, (16,))
+            (nn.functional.cross_entropy(model(x), y) if loss is None else loss(model)).backward()
+            before_step(step, model)
+            optimizer.step()
+            after_step(step, model)
+    return Recording.open(path)
+
+
+def only(marks: list[InexactMark]) -> InexactMark:
+    (mark,) = marks
+    return mark
+
+
+def test_clipping_by_value(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def clip(step: int, model: nn.Sequential) -> None:
+        if step >= 5:
+            nn.utils.clip_grad_value_(model.parameters(), 0.01)
+
+    with caplog.at_level(logging.WARNING, "dualform.record"):
+        recording = train(tmp_path / "r", before_step=clip)
+    assert only(recording.marks["0"]).from_step == 5
+    assert "clipped by value" in only(recording.marks["0"]).reason
+    assert "inexact from step 5" in caplog.text
+
+
+def test_clipping_by_value_through_data(tmp_path: Path) -> None:
+    def clip(step: int, model: nn.Sequential) -> None:
+        if step == 5:
+            model[0].weight.grad.data.clamp_(-0.01, 0.01)
+
+    recording = train(tmp_path / "r", before_step=clip)
+    assert only(recording.marks["0"]).from_step == 5
+    assert recording.marks["2"] == []
+
+
+def test_noise_on_the_gradient(tmp_path: Path) -> None:
+    def disturb(step: int, model: nn.Sequential) -> None:
+        if step == 3:
+            grad = model[2].weight.grad
+            grad.add_(torch.randn_like(grad) * 1e-4)
+
+    recording = train(tmp_path / "r", before_step=disturb)
+    assert only(recording.marks["2"]).from_step == 3
+    assert recording.marks["0"] == []
+
+
+def test_noise_on_the_bias_gradient(tmp_path: Path) -> None:
+    def disturb(step: int, model: nn.Sequential) -> None:
+        if step == 3:
+            grad = model[2].bias.grad
+            grad.add_(torch.randn_like(grad) * 1e-3)
+
+    recording = train(tmp_path / "r", before_step=disturb)
+    assert only(recording.marks["2"]).from_step == 3
+
+
+def test_gradients_carried_over_a_step(tmp_path: Path) -> None:
+    recording = train(tmp_path / "r", zero=False)
+    mark = only(recording.marks["0"])
+    assert mark.from_step == 1
+    assert "carried over" in mark.reason
+
+
+def test_gradients_assigned_by_hand_later_on(tmp_path: Path) -> None:
+    def assign(step: int, model: nn.Sequential) -> None:
+        if step == 4:
+            for p in model.parameters():
+                p.grad = torch.ones_like(p)
+
+    recording = train(tmp_path / "r", before_step=assign)
+    assert only(recording.marks["0"]).from_step == 4
+
+
+def test_gradient_penalty(tmp_path: Path) -> None:
+    def loss(model: nn.Sequential) -> torch.Tensor:
+        x = torch.randn(16, 12, requires_grad=True)
+        (slope,) = torch.autograd.grad(model(x).pow(2).sum(), x, create_graph=True)
+        return slope.pow(2).sum()
+
+    recording = train(tmp_path / "r", loss=loss)
+    mark = only(recording.marks["0"])
+    assert mark.from_step == 0
+    assert "double backward" in mark.reason
+
+
+def test_create_graph_alone_is_exact(tmp_path: Path) -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with Recorder(model, optimizer, tmp_path / "r"):
+        optimizer.zero_grad()
+        loss = model(torch.randn(16, 12)).pow(2).sum()
+        grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        penalty = sum(g.detach().pow(2).sum() for g in grads)
+        (loss + penalty).backward()
+        optimizer.step()
+    assert Recording.open(tmp_path / "r").marks == {"0": [], "2": []}
+
+
+def test_autocast(tmp_path: Path) -> None:
+    def loss(model: nn.Sequential) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = model(torch.randn(64, 12))
+        return out.float().pow(2).mean()
+
+    recording = train(tmp_path / "r", loss=loss)
+    mark = only(recording.marks["0"])
+    assert mark.from_step == 0
+    assert "autocast" in mark.reason
+    assert sum(record.rows for record in recording.passes("0")) == 40 * 64
+
+
+@pytest.mark.parametrize("step", [0, 5, 17, 39])
+def test_weights_edited_by_hand(tmp_path: Path, step: int) -> None:
+    def edit(at: int, model: nn.Sequential) -> None:
+        if at == step:
+            model[0].weight.data.mul_(1.01)
+
+    recording = train(tmp_path / "r", after_step=edit)
+    mark = only(recording.marks["0"])
+    assert mark.from_step == (step + 1) // 16 * 16 - (16 if (step + 1) % 16 == 0 else 0)
+    assert "weights changed" in mark.reason
+    assert recording.marks["2"] == []
+
+
+def test_momentum_edited_by_hand(tmp_path: Path) -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    with Recorder(model, optimizer, tmp_path / "r"):
+        for step in range(20):
+            optimizer.zero_grad()
+            model(torch.randn(16, 12)).pow(2).mean().backward()
+            optimizer.step()
+            if step == 3:
+                optimizer.state[model[0].weight]["momentum_buffer"].mul_(0.5)
+    assert only(Recording.open(tmp_path / "r").marks["0"]).from_step == 0
+
+
+def test_adam(tmp_path: Path) -> None:
+    recording = train(
+        tmp_path / "r", optimizer_of=lambda model: torch.optim.Adam(model.parameters(), lr=0.01)
+    )
+    mark = only(recording.marks["0"])
+    assert mark.from_step == 0
+    assert "Adam" in mark.reason
+    assert recording.manifest.optimizer == "Adam"
+    assert len(recording.passes("0")) == 40
+    assert recording.ledger().steps == 40
+
+
+def test_a_subclass_of_sgd_is_not_sgd(tmp_path: Path) -> None:
+    class Shrinking(torch.optim.SGD):
+        pass
+
+    recording = train(
+        tmp_path / "r", optimizer_of=lambda model: Shrinking(model.parameters(), lr=0.01)
+    )
+    assert "Shrinking" in only(recording.marks["0"]).reason
+
+
+def test_float64_is_recorded_rounded(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = network().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    x = torch.randn(16, 12, dtype=torch.float64)
+    with Recorder(model, optimizer, tmp_path / "r"):
+        model(x).pow(2).mean().backward()
+        grad = model[0].weight.grad.clone()
+        optimizer.step()
+    recording = Recording.open(tmp_path / "r")
+    mark = only(recording.marks["0"])
+    assert mark.from_step == 0
+    assert mark.reason.startswith("rounded")
+    assert recording.manifest.layers["0"].dtype == "float64"
+    assert recording.initial()["0.weight"].dtype == np.float64
+    record = recording.passes("0")[0]
+    assert np.array_equal(reading.keys(recording, "0", record), x.float().numpy())
+    assert reading.relative(-reading.step_sums(recording, "0")[0][0], grad.numpy()) < 1e-6
+
+
+def test_a_gradient_that_is_not_finite(tmp_path: Path) -> None:
+    def loss(model: nn.Sequential) -> torch.Tensor:
+        return model(torch.full((4, 12), torch.inf)).pow(2).sum()
+
+    recording = train(tmp_path / "r", steps=3, loss=loss)
+    assert "not finite" in only(recording.marks["2"]).reason
+
+
+def test_a_weight_used_elsewhere_too(tmp_path: Path) -> None:
+    def loss(model: nn.Sequential) -> torch.Tensor:
+        return model(torch.randn(16, 12)).pow(2).mean() + model[0].weight.pow(2).sum()
+
+    recording = train(tmp_path / "r", loss=loss)
+    assert "add up" in only(recording.marks["0"]).reason
+    assert recording.marks["2"] == []
+
+
+@pytest.mark.parametrize("batch", [1, 2, 128])
+@pytest.mark.parametrize("lr", [1e-5, 0.05])
+def test_no_false_alarm_in_a_long_run(tmp_path: Path, batch: int, lr: float) -> None:
+    """Single rows (whose probes vanish by chance now and then), tiny and large steps, momentum."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(50, 80), nn.ReLU(), nn.Linear(80, 5))
+    nn.init.zeros_(model[2].weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=1e-3)
+    with Recorder(model, optimizer, tmp_path / "r"):
+        for _ in range(400):
+            optimizer.zero_grad()
+            x, y = torch.rand(batch, 50) + 1, torch.randint(0, 5, (batch,))
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    assert Recording.open(tmp_path / "r").marks == {"0": [], "2": []}
+
+
+def verdict(x: torch.Tensor, e: torch.Tensor, grad: torch.Tensor, seed: int) -> Verdict:
+    """Test a gradient, untouched since backward, against the rows."""
+    check = GradientCheck(x.shape[1], e.shape[1], np.random.default_rng(seed))
+    pool = Pool(1 << 20)
+    key, value = pool.take(*x.shape), pool.take(*e.shape)
+    key.copy(x)
+    value.copy(e)
+    item = Pass(0, {}, (len(x),), key, key.times(check.v))
+    item.value, item.value_probe = value, value.times(check.u)
+    watch = GradientWatch(grad.shape)
+    watch.accumulated(grad)
+    return check.weight(grad, watch, Sides([item]))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    rows=st.integers(1, 300),
+    d_in=st.integers(1, 80),
+    d_out=st.integers(1, 80),
+    offset=st.floats(0, 20),
+    spread=st.floats(0, 4),
+    seed=st.integers(0, 2**31),
+)
+def test_freivalds_does_not_cry_wolf(
+    rows: int, d_in: int, d_out: int, offset: float, spread: float, seed: int
+) -> None:
+    """float32 products of any shape and conditioning are within its tolerance."""
+    x, e = random_rows(rows, d_in, d_out, offset, spread, seed)
+    assert verdict(x, e, -(e.T @ x), seed) == Verdict(True, probe=ANY)
+
+
+@pytest.mark.parametrize("fault", ["row", "element", "noise"])
+def test_freivalds_does_not_miss(fault: str) -> None:
+    """One row missing, one element or all elements off by 1e-2 of |E| |X|: caught, but for the
+    chance that the probes' product nearly vanishes (0.05 % for normal vectors, each step anew).
+    """
+    missed = 0
+    for seed in range(300):
+        x, e = random_rows(20 + seed, 5 + seed % 60, 5 + seed % 70, 1.0, 1.0, seed)
+        grad = -(e.T @ x)
+        size = float(e.norm() * x.norm())
+        if fault == "row":
+            worst = int((e.norm(dim=1) * x.norm(dim=1)).argmax())
+            grad += torch.outer(e[worst], x[worst])
+        elif fault == "element":
+            grad[2, 3] += 1e-2 * size
+        else:
+            grad += 1e-2 * size * torch.randn_like(grad) / grad.numel() ** 0.5
+        missed += verdict(x, e, grad, seed).fault != "mismatch"
+    assert missed <= 3
+
+
+def random_rows(
+    rows: int, d_in: int, d_out: int, offset: float, spread: float, seed: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys with a common part, and values whose lengths differ by factors of exp(spread)."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, d_in, generator=generator) + offset
+    e = torch.randn(rows, d_out, generator=generator)
+    return x, e * torch.exp(spread * torch.randn(rows, 1, generator=generator))
