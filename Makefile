@@ -46,5 +46,6 @@ clean: ## Remove what the demo, the tests and builds leave behind; .venv stays
 $(STAMP): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit(None if (3, 10) <= sys.version_info[:2] <= (3, 13) else "dualform needs Python 3.10 to 3.13; this is " + sys.version.split()[0] + ": make setup PYTHON=python3.12")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check --editable ".[dev]"
+	@echo "Installing dualform and its dependencies into $(VENV) (torch is large: minutes at first) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
 	@touch $@
