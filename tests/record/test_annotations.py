@@ -1,0 +1,238 @@
+"""Annotation: what is accepted, what it becomes, and what is refused before weights move."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from dualform.record import AnnotationError, Recorder, RecorderClosedError
+from dualform.store.recording import Recording
+
+
+def step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, shape: tuple[int, ...] = (3, 4)
+) -> None:
+    optimizer.zero_grad()
+    model(torch.randn(shape)).pow(2).sum().backward()
+    optimizer.step()
+
+
+@pytest.fixture
+def pair() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    return model, torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+Pair = tuple[nn.Module, torch.optim.Optimizer]
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (torch.tensor([3, 1, 2]), [3, 1, 2]),
+        (torch.tensor([3, 1, 2], dtype=torch.uint8), [3, 1, 2]),
+        (np.array([3, 1, 2], np.int32), [3, 1, 2]),
+        ([3, 1, 2], [3, 1, 2]),
+        ((0.5, 1.5, 2.5), [0.5, 1.5, 2.5]),
+        (torch.tensor([0.5, 1.5, 2.5], dtype=torch.bfloat16), [0.5, 1.5, 2.5]),
+        ([True, False, True], [True, False, True]),
+        (["a", "b", "ü"], ["a", "b", "ü"]),
+        (np.array(["a", "b", "c"]), ["a", "b", "c"]),
+        (np.array(["a", "b", "c"], object), ["a", "b", "c"]),
+        (7, [7] * 3),
+        (torch.tensor(7), [7] * 3),
+        ("mnist", ["mnist"] * 3),
+        (False, [False] * 3),
+        (float("nan"), None),
+        (-(2**63), [-(2**63)] * 3),
+    ],
+    ids=repr,
+)
+def test_values_of_a_batch(tmp_path: Path, pair: Pair, value: Any, expected: Any) -> None:
+    model, optimizer = pair
+    with Recorder(model, optimizer, tmp_path / "r") as recorder:
+        recorder.annotate(extra=value)
+        step(model, optimizer)
+    column = Recording.open(tmp_path / "r").read_rows([0])["extra"]
+    assert column.null_count == 0
+    if expected is None:
+        assert np.isnan(column.to_numpy()).all()
+    else:
+        assert column.to_pylist() == expected
+        assert type(column[0].as_py()) is type(expected[0])
+
+
+def test_sequences(tmp_path: Path, pair: Pair) -> None:
+    """[batch] goes along the leading dimension, [batch, time] row by row."""
+    model, optimizer = pair
+    with Recorder(model, optimizer, tmp_path / "r") as recorder:
+        recorder.annotate(
+            example=["p", "q"], label=torch.arange(6).view(2, 3), task="t", weight=[[0.5] * 3] * 2
+        )
+        step(model, optimizer, (2, 3, 4))
+        step(model, optimizer, (2, 3, 4))
+        recorder.annotate(label=torch.arange(12).view(2, 3, 2))
+        step(model, optimizer, (2, 3, 2, 4))
+    recording = Recording.open(tmp_path / "r")
+    table = recording.read_rows([0, 1, 2]).to_pydict()
+    assert table["step"] == [0] * 6 + [1] * 6 + [2] * 12
+    assert table["slot"] == [0, 0, 0, 1, 1, 1] * 2 + [0] * 6 + [1] * 6
+    assert table["position"] == [0, 1, 2] * 4 + list(range(6)) * 2
+    assert table["example"] == ["p"] * 3 + ["q"] * 3 + [None] * 18
+    assert table["label"] == [0, 1, 2, 3, 4, 5] + [None] * 6 + list(range(12))
+    assert table["task"] == ["t"] * 6 + [None] * 18
+    assert recording.schema.names == [
+        "step", "slot", "position", "example", "label", "task", "weight",
+    ]  # fmt: skip
+
+
+def test_one_row_without_a_batch(tmp_path: Path, pair: Pair) -> None:
+    model, optimizer = pair
+    with Recorder(model, optimizer, tmp_path / "r") as recorder:
+        recorder.annotate(label=[5], task="t")
+        step(model, optimizer, (4,))
+    (row,) = Recording.open(tmp_path / "r").read_rows([0]).to_pylist()
+    assert row == {"step": 0, "slot": 0, "position": None, "label": 5, "task": "t"}
+
+
+def test_annotation_holds_until_the_next_call_or_step(tmp_path: Path, pair: Pair) -> None:
+    model, optimizer = pair
+    with Recorder(model, optimizer, tmp_path / "r") as recorder:
+        recorder.annotate(part=0)
+        for _ in range(2):
+            model(torch.randn(1, 4)).sum().backward()
+        recorder.annotate(part=1)
+        model(torch.randn(1, 4)).sum().backward()
+        optimizer.step()
+        step(model, optimizer, (1, 4))
+    recording = Recording.open(tmp_path / "r")
+    blocks = [record.block for record in recording.passes("")]
+    assert recording.read_rows(blocks)["part"].to_pylist() == [0, 0, 1, None]
+
+
+def test_annotation_is_copied(tmp_path: Path, pair: Pair) -> None:
+    model, optimizer = pair
+    labels = torch.tensor([1, 2, 3])
+    with Recorder(model, optimizer, tmp_path / "r") as recorder:
+        recorder.annotate(label=labels)
+        labels.zero_()
+        step(model, optimizer)
+    assert Recording.open(tmp_path / "r").read_rows([0])["label"].to_pylist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("value", [[1, 2], [[1, 2, 3]], np.zeros((3, 4)), torch.zeros(0)])
+def test_a_size_that_does_not_fit_is_an_error_before_weights_move(
+    tmp_path: Path, pair: Pair, value: Any
+) -> None:
+    model, optimizer = pair
+    before = [p.clone() for p in model.parameters()]
+    with Recorder(model, optimizer, tmp_path / "r") as recorder:
+        recorder.annotate(label=value)
+        with pytest.raises(AnnotationError) as caught:
+            step(model, optimizer)
+    message = str(caught.value)
+    assert "annotate(label=...)" in message
+    assert str(list(np.shape(value))) in message
+    assert "3 values, one per example" in message
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert Recording.open(tmp_path / "r").steps == 0
+
+
+def test_the_loop_can_go_on_after_a_refused_step(tmp_path: Path, pair: Pair) -> None:
+    model, optimizer = pair
+    with Recorder(model, optimizer, tmp_path / "r") as recorder:
+        recorder.annotate(label=[1, 2])
+        with pytest.raises(AnnotationError):
+            step(model, optimizer)
+        recorder.annotate(label=[1, 2, 3])
+        step(model, optimizer)
+    recording = Recording.open(tmp_path / "r")
+    assert recording.steps == 1
+    assert [record.rows for record in recording.passes("")] == [3]
+    assert recording.marks[""] == []
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"step": 1}, "fills step, slot, position by itself"),
+        ({"slot": 1}, "fills"),
+        ({"label": [1, None]}, "NoneType"),
+        ({"label": [object()]}, "cannot store"),
+        ({"label": [[1, 2], [3]]}, "different lengths"),
+        ({"label": ["a", 1]}, "mixed"),
+        ({"label": 1j}, "complex"),
+        ({"label": 2**63}, "cannot store"),
+        ({"label": np.array(["2020-01-01"], "datetime64[D]")}, "datetime64"),
+        ({"example": 0.5}, "integer or a string"),
+        ({"example": True}, "integer or a string"),
+    ],
+)
+def test_refused_at_once(tmp_path: Path, pair: Pair, columns: dict[str, Any], message: str) -> None:
+    model, optimizer = pair
+    with (
+        Recorder(model, optimizer, tmp_path / "r") as recorder,
+        pytest.raises(AnnotationError, match=message),
+    ):
+        recorder.annotate(**columns)
+
+
+def test_a_column_keeps_its_type(tmp_path: Path, pair: Pair) -> None:
+    model, optimizer = pair
+    with Recorder(model, optimizer, tmp_path / "r") as recorder:
+        recorder.annotate(label=1)
+        with pytest.raises(AnnotationError, match="got string where earlier calls gave int64"):
+            recorder.annotate(label="one")
+
+
+def test_closed(tmp_path: Path, pair: Pair) -> None:
+    model, optimizer = pair
+    recorder = Recorder(model, optimizer, tmp_path / "r")
+    recorder.close()
+    recorder.close()
+    with pytest.raises(RecorderClosedError, match="new Recorder"):
+        recorder.annotate(label=1)
+    with pytest.raises(RecorderClosedError, match="new Recorder"):
+        recorder.add_examples([1], ["text"])
+
+
+def test_examples(tmp_path: Path, pair: Pair) -> None:
+    png = b"\x89PNG\r\n\x1a\nrest"
+    model, optimizer = pair
+    with Recorder(model, optimizer, tmp_path / "r") as recorder:
+        recorder.add_examples([1, 2], [png, "täxt"])
+        recorder.add_examples(torch.tensor([2, 3]), ["other", b"raw"])
+        recorder.add_examples(np.array([3]), [b"again"])
+        step(model, optimizer)
+    rows = [row for t in Recording.open(tmp_path / "r").example_tables() for row in t.to_pylist()]
+    assert rows == [
+        {"id": 1, "kind": "png", "data": png},
+        {"id": 2, "kind": "text", "data": "täxt".encode()},
+        {"id": 3, "kind": "bytes", "data": b"raw"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ids", "payloads", "message"),
+    [
+        ([1, 2], ["a"], "2 ids for 1 payloads"),
+        ([1.5], ["a"], "integer or a string"),
+        ([1, "b"], ["a", "b"], "one type"),
+        ([1], [3], "int"),
+    ],
+)
+def test_examples_refused(
+    tmp_path: Path, pair: Pair, ids: Any, payloads: Any, message: str
+) -> None:
+    model, optimizer = pair
+    with (
+        Recorder(model, optimizer, tmp_path / "r") as recorder,
+        pytest.raises(AnnotationError, match=message),
+    ):
+        recorder.add_examples(ids, payloads)
