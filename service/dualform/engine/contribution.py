@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from dualform.engine.output import LayerCoefficients
+from dualform.engine.output import LayerCoefficients, row_coefficients
 
 if TYPE_CHECKING:
     from dualform.engine.index import Layer
@@ -28,8 +28,8 @@ class Contribution:
 
     def at(self, layer: Layer, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """c, c' (float64 [m]) and e (float32 [m]) at these positions, int64 [m] and ascending."""
-        of_weight, of_bias = self._factors(layer, positions)
-        return of_weight, of_bias, layer.values_at(positions, self.unit)
+        of_weight, of_bias = self._factors(layer, positions, torch.device("cpu"))
+        return of_weight.numpy(), of_bias.numpy(), layer.values_at(positions, self.unit)
 
     def of_tile(
         self,
@@ -51,19 +51,16 @@ class Contribution:
         Returns:
             float64 [n, rows] both; NaN, which is never ranked, where a value is not finite.
         """
-        of_weight, of_bias = self._factors(layer, positions)
+        of_weight, of_bias = self._factors(layer, positions, weights.device)
         e = values[:, self.unit].double()
         e = torch.where(torch.isfinite(e), e, torch.nan)
-        c = torch.from_numpy(of_weight).to(weights.device)
-        bias = torch.from_numpy(of_bias).to(weights.device)
-        contributions = weights.double().mul_(c).add_(bias).mul_(e)
+        parts = weights.double() * of_weight
         # Three float64 roundings on top of what the weight is off.
-        rounding = ((weights.double() * c).abs() + bias.abs()) * e.abs() * 2.0**-50
-        return contributions, errors * (c * e).abs() + rounding
+        rounding = (parts.abs() + of_bias.abs()) * e.abs() * 2.0**-50
+        return (parts + of_bias) * e, errors * (of_weight * e).abs() + rounding
 
-    def _factors(self, layer: Layer, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        steps = layer.space.steps[positions]
-        bias = self.coefficients.bias
-        zeros = np.zeros(len(steps))
-        # Rows of later steps have no coefficient; the caller leaves them out.
-        return self.coefficients.weight.c[steps], zeros if bias is None else bias.c[steps]
+    def _factors(
+        self, layer: Layer, positions: np.ndarray, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        of_weight, of_bias = row_coefficients(layer, self.coefficients, positions, device)
+        return of_weight, torch.zeros_like(of_weight) if of_bias is None else of_bias

@@ -8,6 +8,8 @@ from itertools import pairwise
 import numpy as np
 import torch
 
+from dualform.store.grouping import Grouping
+
 
 @dataclass(frozen=True)
 class Runs:
@@ -20,6 +22,13 @@ class Runs:
 
     order: torch.Tensor | None
     spans: list[tuple[int, int, int]]
+
+
+def tile_runs(grouping: Grouping | None, positions: np.ndarray) -> Runs:
+    """The runs of the rows at these positions, int64 [rows]; without groups, one of group 0."""
+    if grouping is None:
+        return Runs(None, [(0, 0, len(positions))])
+    return runs(grouping.codes[positions])
 
 
 def runs(codes: np.ndarray) -> Runs:

@@ -330,7 +330,7 @@ class Index:
             state = self._state(own.manifest.initial)
             coefficients = output.layer_coefficients(self._ledger, own.manifest, end)
             initial = output.initial_part(own.manifest, state, coefficients, query)
-            totals = output.scan(own, query, coefficients, grouping, mask, self._device, stop)
+            totals = output.rows_part(own, query, coefficients, grouping, mask, self._device, stop)
             trained = None
             if at_step is None and own.manifest.final is not None:
                 final = self._state(own.manifest.final)

@@ -7,14 +7,14 @@ because contributions cancel: a float32 sum over a tile's rows loses up to a hun
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from dualform.engine.groups import runs
+from dualform.engine.groups import tile_runs
 from dualform.engine.shards import Stop
 from dualform.engine.weights import needs_float64, tile_weights
 from dualform.store.grouping import Grouping
@@ -23,6 +23,9 @@ from dualform.store.ledger import Coefficients, Ledger
 
 if TYPE_CHECKING:
     from dualform.engine.index import Layer
+
+
+_REBUILD_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -65,42 +68,7 @@ def plain_output(
     return np.asarray(out)
 
 
-class WeightedValues:
-    """Adds up contributions, whole or per group.
-
-    Args:
-        queries: Number of queries.
-        d_out: Length of values.
-        grouping: Groups, or None for a single one.
-        device: Where tiles are.
-    """
-
-    def __init__(
-        self, queries: int, d_out: int, grouping: Grouping | None, device: torch.device
-    ) -> None:
-        self._codes = None if grouping is None else grouping.codes
-        groups = 1 if grouping is None else len(grouping.values)
-        shape = (groups, queries, d_out)
-        self._totals = torch.zeros(shape, dtype=torch.float64, device=device)
-
-    def update(self, positions: np.ndarray, factors: torch.Tensor, values: torch.Tensor) -> None:
-        """Take a tile: positions int64 [rows], float64 factors [n, rows], values [rows, d_out]."""
-        if self._codes is None:
-            self._totals[0] += factors @ values
-            return
-        found = runs(self._codes[positions])
-        if found.order is not None:
-            order = found.order.to(factors.device)
-            factors, values = factors[:, order], values[order]
-        for group, first, last in found.spans:
-            self._totals[group] += factors[:, first:last] @ values[first:last]
-
-    def result(self) -> np.ndarray:
-        """float64 [n, groups, d_out]."""
-        return np.ascontiguousarray(self._totals.permute(1, 0, 2).cpu().numpy())
-
-
-def scan(
+def rows_part(
     layer: Layer,
     queries: torch.Tensor,
     coefficients: LayerCoefficients,
@@ -109,26 +77,100 @@ def scan(
     device: torch.device,
     stop: Stop | None,
 ) -> np.ndarray:
-    """Sum of the selected rows' contributions: float64 [n, groups, d_out]; without groups, one."""
-    total = WeightedValues(len(queries), layer.manifest.d_out, grouping, device)
+    """What the selected rows add to the output: float64 [n, groups, d_out]; without groups, one.
+
+    A few queries are carried through the rows. For many it is cheaper to add up the rows' outer
+    products first, W = sum c_t e_t (x) x_t, and multiply once: Proposition 1 of the paper.
+    """
+    own = layer.manifest
+    groups = 1 if grouping is None else len(grouping.values)
+    cheaper = len(queries) * (own.d_in + own.d_out) > own.d_in * own.d_out
+    if cheaper and groups * own.d_in * own.d_out * 8 <= _REBUILD_BYTES:
+        weight, bias = rebuild(layer, coefficients, grouping, selected, device, stop)
+        out = torch.einsum("nd,god->ngo", queries.double().to(device), weight)
+        return np.asarray((out if bias is None else out + bias).cpu().numpy())
+    total = torch.zeros((groups, len(queries), own.d_out), dtype=torch.float64, device=device)
     norms = torch.linalg.vector_norm(queries.double(), dim=1)
-    own = queries.to(device)
-    of_weight = torch.from_numpy(coefficients.weight.c).to(device)
-    of_bias = (
-        None if coefficients.bias is None else torch.from_numpy(coefficients.bias.c).to(device)
-    )
+    given = queries.to(device)
     for shard in layer.shards:
         wide = needs_float64(norms, shard)
         inside = selected[shard.start : shard.start + shard.rows]
         for tile in shard.tiles(inside, values=True, device=device, stop=stop):
-            steps = torch.from_numpy(layer.space.steps[tile.positions]).to(device)
-            weights = tile_weights(own, tile.keys, wide=wide)
-            factors = weights.double().mul_(of_weight[steps])
-            if of_bias is not None:
-                factors += of_bias[steps]
             assert tile.values is not None
-            total.update(tile.positions, factors, tile.values.double())
-    return total.result()
+            of_weight, of_bias = row_coefficients(layer, coefficients, tile.positions, device)
+            factors = tile_weights(given, tile.keys, wide=wide).double().mul_(of_weight)
+            if of_bias is not None:
+                factors += of_bias
+            values = tile.values.double()
+            found = tile_runs(grouping, tile.positions)
+            if found.order is not None:
+                order = found.order.to(device)
+                factors, values = factors[:, order], values[order]
+            for group, first, last in found.spans:
+                total[group].addmm_(factors[:, first:last], values[first:last])
+    return np.ascontiguousarray(total.permute(1, 0, 2).cpu().numpy())
+
+
+def rebuild(
+    layer: Layer,
+    coefficients: LayerCoefficients,
+    grouping: Grouping | None,
+    selected: np.ndarray,
+    device: torch.device,
+    stop: Stop | None = None,
+    advance: Callable[[int], None] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Add up the selected rows' outer products, and their values for the bias.
+
+    Args:
+        layer: Whose rows.
+        coefficients: What each row counts.
+        grouping: Groups to keep apart, or None for a single one.
+        selected: bool [total], by position.
+        device: Where tiles are multiplied.
+        stop: Asked between tiles.
+        advance: Called with the number of rows of each tile.
+
+    Returns:
+        Weight, float64 [groups, d_out, d_in], and bias, float64 [groups, d_out], None without one.
+    """
+    own = layer.manifest
+    groups = 1 if grouping is None else len(grouping.values)
+    weight = torch.zeros((groups, own.d_out, own.d_in), dtype=torch.float64, device=device)
+    bias = None
+    if coefficients.bias is not None:
+        bias = torch.zeros((groups, own.d_out), dtype=torch.float64, device=device)
+    for shard in layer.shards:
+        inside = selected[shard.start : shard.start + shard.rows]
+        for tile in shard.tiles(inside, values=True, device=device, stop=stop):
+            assert tile.values is not None
+            of_weight, of_bias = row_coefficients(layer, coefficients, tile.positions, device)
+            keys, values = tile.keys.double(), tile.values.double()
+            found = tile_runs(grouping, tile.positions)
+            if found.order is not None:
+                order = found.order.to(device)
+                keys, values, of_weight = keys[order], values[order], of_weight[order]
+                of_bias = None if of_bias is None else of_bias[order]
+            for group, first, last in found.spans:
+                own_values = values[first:last]
+                scaled = own_values * of_weight[first:last, None]
+                weight[group].addmm_(scaled.T, keys[first:last])
+                if bias is not None and of_bias is not None:
+                    bias[group].addmv_(own_values.T, of_bias[first:last])
+            if advance is not None:
+                advance(len(tile.positions))
+    return weight, bias
+
+
+def row_coefficients(
+    layer: Layer, coefficients: LayerCoefficients, positions: np.ndarray, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """c, and c' where there is a bias, of the rows at these positions, int64 [m]: float64 [m]."""
+    steps = layer.space.steps[positions]
+    of_weight = torch.from_numpy(coefficients.weight.c[steps]).to(device)
+    if coefficients.bias is None:
+        return of_weight, None
+    return of_weight, torch.from_numpy(coefficients.bias.c[steps]).to(device)
 
 
 def left_behind(

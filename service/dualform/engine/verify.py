@@ -16,7 +16,7 @@ import torch
 
 from dualform.engine.errors import EngineError
 from dualform.engine.index import Index, Layer
-from dualform.engine.output import LayerCoefficients, left_behind
+from dualform.engine.output import left_behind, rebuild
 from dualform.store.errors import StoreError
 
 TOLERANCE = 1e-4
@@ -118,40 +118,18 @@ def _verify_layer(index: Index, layer: Layer, advance: Callable[[int], None]) ->
     initial = index.state(own.name, "initial")
     assert initial is not None
     coefficients = index.ledger_coefficients(own.name, index.steps)
-    weight, bias = _rebuild(layer, initial, coefficients, advance)
-    weight_error = _relative(weight, final[own.weight], initial[own.weight])
+    everything = np.ones(layer.rows, bool)
+    device = torch.device("cpu")
+    weight, bias = rebuild(layer, coefficients, None, everything, device, advance=advance)
+    rebuilt = left_behind(initial, own.weight, coefficients.weight) + weight[0].numpy()
+    weight_error = _relative(rebuilt, final[own.weight], initial[own.weight])
     bias_error = None
-    if own.bias is not None and bias is not None:
-        bias_error = _relative(bias, final[own.bias], initial[own.bias])
+    if own.bias is not None and bias is not None and coefficients.bias is not None:
+        rebuilt = left_behind(initial, own.bias, coefficients.bias) + bias[0].numpy()
+        bias_error = _relative(rebuilt, final[own.bias], initial[own.bias])
     ok = weight_error <= TOLERANCE and (bias_error is None or bias_error <= TOLERANCE)
     note = "" if ok else f"the rows do not rebuild the weights to {TOLERANCE:g}"
     return LayerReport(own.name, ok, weight_error, bias_error, exact_steps, note)
-
-
-def _rebuild(
-    layer: Layer,
-    initial: dict[str, np.ndarray],
-    coefficients: LayerCoefficients,
-    advance: Callable[[int], None],
-) -> tuple[np.ndarray, np.ndarray | None]:
-    """Weight, float64 [d_out, d_in], and bias, float64 [d_out], from initial state and rows."""
-    own = layer.manifest
-    weight = torch.from_numpy(left_behind(initial, own.weight, coefficients.weight))
-    of_weight = torch.from_numpy(coefficients.weight.c)
-    bias = of_bias = None
-    if own.bias is not None and coefficients.bias is not None:
-        bias = torch.from_numpy(left_behind(initial, own.bias, coefficients.bias))
-        of_bias = torch.from_numpy(coefficients.bias.c)
-    for shard in layer.shards:
-        for tile in shard.tiles(np.ones(shard.rows, bool), values=True):
-            assert tile.values is not None
-            values = tile.values.double()
-            steps = torch.from_numpy(layer.space.steps[tile.positions])
-            weight.addmm_((values * of_weight[steps, None]).T, tile.keys.double())
-            if bias is not None and of_bias is not None:
-                bias.addmv_(values.T, of_bias[steps])
-            advance(len(tile.positions))
-    return weight.numpy(), None if bias is None else bias.numpy()
 
 
 def _relative(rebuilt: np.ndarray, final: np.ndarray, initial: np.ndarray) -> float:
