@@ -11,14 +11,9 @@ import pytest
 
 from dualform.serve import ConfigError, ServerConfig, ServerLimits
 
-# The example of the user's documentation, as far as it is built.
-DOCUMENTED = """
-listen: 127.0.0.1:50051
-indexes: {mnist: indexes/mnist}
-device: auto            # auto | cpu | cuda
-limits: {max_k: 16384, max_queries: 4096, max_message_mib: 64,
-         concurrent_scans: 2, queued_scans: 64}
-"""
+# The example of the user's documentation.
+PAGE = Path(__file__).parents[2] / "docs" / "server.md"
+DOCUMENTED = PAGE.read_text().split("```yaml\n")[1].split("```")[0]
 
 
 def load(folder: Path, text: str) -> ServerConfig:

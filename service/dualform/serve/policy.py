@@ -4,7 +4,7 @@ torch and faiss-cpu bring an OpenMP runtime each. With the default policy the id
 spin on the cores that the other needs; both read the variables below once, when they are loaded.
 
 Scans run in threads, and glibc gives each thread a heap of its own that keeps what was freed; Arrow
-keeps a third. With two heaps for all, the server's peak was 63 MB lower (docs/server.md, *Memory*).
+has one more. With two heaps for all, the server's peak over top-k questions was 60 MB lower.
 
 Only commands call this: the recorder and `Client.local` live in somebody else's process.
 """
