@@ -46,6 +46,12 @@ class Order(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ORDER_LARGEST: _ClassVar[Order]
     ORDER_SMALLEST: _ClassVar[Order]
     ORDER_ABSOLUTE: _ClassVar[Order]
+
+class RankBy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    RANK_BY_UNSPECIFIED: _ClassVar[RankBy]
+    RANK_BY_WEIGHT: _ClassVar[RankBy]
+    RANK_BY_CONTRIBUTION: _ClassVar[RankBy]
 DATA_TYPE_UNSPECIFIED: DataType
 DATA_TYPE_FLOAT32: DataType
 DATA_TYPE_FLOAT64: DataType
@@ -72,6 +78,9 @@ ORDER_UNSPECIFIED: Order
 ORDER_LARGEST: Order
 ORDER_SMALLEST: Order
 ORDER_ABSOLUTE: Order
+RANK_BY_UNSPECIFIED: RankBy
+RANK_BY_WEIGHT: RankBy
+RANK_BY_CONTRIBUTION: RankBy
 
 class Tensor(_message.Message):
     __slots__ = ("dtype", "shape", "data")
@@ -250,7 +259,7 @@ class IndexInfo(_message.Message):
     def __init__(self, name: _Optional[str] = ..., health: _Optional[_Union[Health, str]] = ..., health_reason: _Optional[str] = ..., steps: _Optional[int] = ..., optimizer: _Optional[str] = ..., layers: _Optional[_Iterable[_Union[LayerInfo, _Mapping]]] = ...) -> None: ...
 
 class TopKRequest(_message.Message):
-    __slots__ = ("index", "layer", "queries", "k", "where", "group_by", "order")
+    __slots__ = ("index", "layer", "queries", "k", "where", "group_by", "order", "rank_by", "unit", "at_step")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     LAYER_FIELD_NUMBER: _ClassVar[int]
     QUERIES_FIELD_NUMBER: _ClassVar[int]
@@ -258,6 +267,9 @@ class TopKRequest(_message.Message):
     WHERE_FIELD_NUMBER: _ClassVar[int]
     GROUP_BY_FIELD_NUMBER: _ClassVar[int]
     ORDER_FIELD_NUMBER: _ClassVar[int]
+    RANK_BY_FIELD_NUMBER: _ClassVar[int]
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    AT_STEP_FIELD_NUMBER: _ClassVar[int]
     index: str
     layer: str
     queries: Tensor
@@ -265,7 +277,10 @@ class TopKRequest(_message.Message):
     where: Filter
     group_by: str
     order: Order
-    def __init__(self, index: _Optional[str] = ..., layer: _Optional[str] = ..., queries: _Optional[_Union[Tensor, _Mapping]] = ..., k: _Optional[int] = ..., where: _Optional[_Union[Filter, _Mapping]] = ..., group_by: _Optional[str] = ..., order: _Optional[_Union[Order, str]] = ...) -> None: ...
+    rank_by: RankBy
+    unit: int
+    at_step: int
+    def __init__(self, index: _Optional[str] = ..., layer: _Optional[str] = ..., queries: _Optional[_Union[Tensor, _Mapping]] = ..., k: _Optional[int] = ..., where: _Optional[_Union[Filter, _Mapping]] = ..., group_by: _Optional[str] = ..., order: _Optional[_Union[Order, str]] = ..., rank_by: _Optional[_Union[RankBy, str]] = ..., unit: _Optional[int] = ..., at_step: _Optional[int] = ...) -> None: ...
 
 class TopKResponse(_message.Message):
     __slots__ = ("rows", "scores", "columns", "groups", "coverage")

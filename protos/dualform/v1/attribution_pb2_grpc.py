@@ -64,7 +64,8 @@ class AttributionServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def TopK(self, request, context):
-        """The k rows with the largest (smallest, largest absolute) attention weight per query.
+        """The k rows with the largest (smallest, largest absolute) attention weight or contribution per
+        query.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

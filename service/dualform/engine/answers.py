@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from dualform.engine import wire
 from dualform.engine.errors import InvalidArgumentError, ResourceExhaustedError
-from dualform.engine.index import Index, Layer, Order
+from dualform.engine.index import Index, Layer, Order, RankBy
 from dualform.engine.limits import Limits
 from dualform.engine.results import Coverage
 from dualform.v1 import attribution_pb2 as pb
@@ -27,6 +27,11 @@ _ORDERS: dict[int, Order] = {
     pb.ORDER_LARGEST: "largest",
     pb.ORDER_SMALLEST: "smallest",
     pb.ORDER_ABSOLUTE: "absolute",
+}
+_RANKS: dict[int, RankBy] = {
+    pb.RANK_BY_UNSPECIFIED: "weight",
+    pb.RANK_BY_WEIGHT: "weight",
+    pb.RANK_BY_CONTRIBUTION: "contribution",
 }
 
 
@@ -48,6 +53,11 @@ def top_k(
             f"order {int(request.order)} is unknown; allowed are largest, smallest, absolute",
             field="order",
         )
+    if request.rank_by not in _RANKS:
+        raise InvalidArgumentError(
+            f"rank_by {int(request.rank_by)} is unknown; allowed are weight, contribution",
+            field="rank_by",
+        )
     queries, where = _question(request, limits)
     columns = index.layer(request.layer).columns
     per_row = 12 + sum(wire.COLUMN_BYTES[wire.column_type(kind)] for _, kind in columns)
@@ -60,6 +70,9 @@ def top_k(
         where=where,
         group_by=request.group_by or None,
         order=_ORDERS[request.order],
+        rank_by=_RANKS[request.rank_by],
+        unit=request.unit if request.HasField("unit") else None,
+        at_step=request.at_step if request.HasField("at_step") else None,
         stop=stop,
     )
     return pb.TopKResponse(
