@@ -25,10 +25,15 @@ def add_to(commands: Any) -> None:
         description="Asks one question about the queries in a .npy file.",
     )
     kinds = parser.add_subparsers(metavar="QUESTION", required=True)
-    top_k = _question(kinds, "top-k", _top_k, "the rows with the largest attention weight")
+    top_k = _question(kinds, "top-k", _top_k, "the rows with the largest weight or contribution")
     top_k.add_argument("-k", type=int, default=10, help="rows per query (default 10)")
     top_k.add_argument("--group-by", metavar="COLUMN", help="the k best rows of each value")
     top_k.add_argument("--order", choices=["largest", "smallest", "absolute"], default="largest")
+    top_k.add_argument("--rank-by", choices=["weight", "contribution"], default="weight")
+    top_k.add_argument("--unit", type=int, metavar="U", help="contributions to output unit U")
+    top_k.add_argument(
+        "--at-step", type=int, metavar="S", help="contributions to the layer after S steps"
+    )
     sums = _question(kinds, "sums", _sums, "total attention weight per group")
     sums.add_argument("--group-by", metavar="COLUMN", required=True, help="what to sum over")
     sums.add_argument("--absolute", action="store_true", help="sum absolute values")
@@ -105,6 +110,9 @@ def _top_k(options: argparse.Namespace) -> int:
             where=options.where,
             group_by=options.group_by,
             order=options.order,
+            rank_by=options.rank_by,
+            unit=options.unit,
+            at_step=options.at_step,
             index=options.index,
             timeout=options.timeout,
         )

@@ -64,12 +64,27 @@ class AsyncClient:
         where: str | Filter | None = None,
         group_by: str | None = None,
         order: str = "largest",
+        rank_by: str = "weight",
+        unit: int | None = None,
+        at_step: int | None = None,
         index: str | None = None,
         timeout: float | None = None,
     ) -> TopKResult:
         """As `Client.top_k`."""
         return await self._run(
-            self._questions.top_k(layer, queries, k, where, group_by, order, index, timeout)
+            self._questions.top_k(
+                layer,
+                queries,
+                k,
+                where,
+                group_by,
+                order,
+                rank_by,
+                unit,
+                at_step,
+                index,
+                timeout,
+            )
         )
 
     async def sums(

@@ -7,7 +7,7 @@ that batches, limits, retries, the deadline and decoding are the same for both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -43,6 +43,7 @@ from dualform.client.errors import (
 from dualform.v1 import attribution_pb2 as pb
 
 T = TypeVar("T")
+Enum = TypeVar("Enum")
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ _ORDERS = {
     "smallest": pb.ORDER_SMALLEST,
     "absolute": pb.ORDER_ABSOLUTE,
 }
+_RANKS = {"weight": pb.RANK_BY_WEIGHT, "contribution": pb.RANK_BY_CONTRIBUTION}
 # The server's word for an answer that a smaller batch would make fit.
 _TOO_LARGE = "ANSWER_TOO_LARGE"
 # Beside the queries a request holds names and a tensor's header.
@@ -104,14 +106,13 @@ class Questions:
         where: str | pb.Filter | None,
         group_by: str | None,
         order: str,
+        rank_by: str,
+        unit: int | None,
+        at_step: int | None,
         index: str | None,
         timeout: float | None,
     ) -> Plan[TopKResult]:
         """See Client.top_k."""
-        if order not in _ORDERS:
-            raise InvalidArgumentError(
-                f"order={order!r} is none of {', '.join(map(repr, _ORDERS))}", field="order"
-            )
         restriction = where_of(where)
         request = pb.TopKRequest(
             index=_name(index, "index"),
@@ -119,7 +120,10 @@ class Questions:
             k=int64(k, "k"),
             where=restriction.filter,
             group_by=_name(group_by, "group_by"),
-            order=_ORDERS[order],
+            order=_choice(order, _ORDERS, "order"),
+            rank_by=_choice(rank_by, _RANKS, "rank_by"),
+            unit=_optional(unit, "unit"),
+            at_step=_optional(at_step, "at_step"),
         )
         return (yield from self._batches(request, restriction, queries, timeout, top_k_of))
 
@@ -164,7 +168,7 @@ class Questions:
             index=_name(index, "index"),
             layer=_layer(layer),
             where=restriction.filter,
-            at_step=None if at_step is None else int64(at_step, "at_step"),
+            at_step=_optional(at_step, "at_step"),
             group_by=_name(group_by, "group_by"),
         )
         return (yield from self._batches(request, restriction, queries, timeout, dual_output_of))
@@ -258,6 +262,18 @@ def _name(value: str | None, field: str) -> str:
     if not text(value, field):
         raise InvalidArgumentError(f"{field}='' is empty; leave it out or name one", field=field)
     return value
+
+
+def _choice(value: str, choices: Mapping[str, Enum], field: str) -> Enum:
+    if not isinstance(value, str) or value not in choices:
+        raise InvalidArgumentError(
+            f"{field}={value!r} is none of {', '.join(map(repr, choices))}", field=field
+        )
+    return choices[value]
+
+
+def _optional(value: int | None, field: str) -> int | None:
+    return None if value is None else int64(value, field)
 
 
 def _layer(value: object) -> str:

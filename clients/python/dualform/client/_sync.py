@@ -91,10 +91,17 @@ class Client:
         where: str | Filter | None = None,
         group_by: str | None = None,
         order: str = "largest",
+        rank_by: str = "weight",
+        unit: int | None = None,
+        at_step: int | None = None,
         index: str | None = None,
         timeout: float | None = None,
     ) -> TopKResult:
-        """The k rows with the largest attention weight per query (paper, eq. dual_linear).
+        """The k rows with the largest attention weight or contribution per query.
+
+        The weight of a row is x_t.x, its contribution to output unit u
+        (c_t x_t.x + c'_t) e_t[u], primes for the bias (paper, eq. dual_linear). Over all rows
+        contributions add up, with `initial`, to the dual output at the same step.
 
         Args:
             layer: As in `model.named_modules()`.
@@ -103,6 +110,10 @@ class Client:
             where: Which rows take part: text such as "label = 6 and step < 3000", or a Filter.
             group_by: A metadata column: the k best rows of each of its values.
             order: "largest", "smallest", or "absolute" (by |score|, scores stay signed).
+            rank_by: "weight", or "contribution": scores are then contributions to `unit`.
+            unit: The output unit, 0 to d_out - 1; with "contribution" only.
+            at_step: Contributions to the layer after so many steps, of the rows before; None for
+                the trained layer. With "contribution" only.
             index: Its name; None where one is served.
             timeout: Seconds.
 
@@ -110,12 +121,27 @@ class Client:
             Rows int64 and scores float32 [n, k], or [n, groups, k]; ties by row id.
 
         Raises:
-            InvalidArgumentError: Wrong shape, dtype, k, order, filter or column; see `field`.
+            InvalidArgumentError: Wrong shape, dtype, k, order, filter, column, unit or step; see
+                `field`.
             NotFoundError: No such layer or index.
+            FailedPreconditionError: Contributions of an index without values, or of a layer that
+                has no exact dual form.
             ResourceExhaustedError: k over the server's limit, or its queue is full.
         """
         return self._run(
-            self._questions.top_k(layer, queries, k, where, group_by, order, index, timeout)
+            self._questions.top_k(
+                layer,
+                queries,
+                k,
+                where,
+                group_by,
+                order,
+                rank_by,
+                unit,
+                at_step,
+                index,
+                timeout,
+            )
         )
 
     def sums(
