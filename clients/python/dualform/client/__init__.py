@@ -4,6 +4,7 @@ Remote mode needs grpcio, protobuf and numpy only. What is behind the names:
 
     Client, AsyncClient      the questions; `Client.local(path)` asks an index without a server
     capture_queries          a model's inputs to its linear layers, as queries
+    dual_form                a model's forward pass with layers in dual form
     parse_filter, Filter     filters as text and as messages
     Retry                    when to try again
     DualformError            base of all errors, see `dualform.client.errors`
@@ -11,6 +12,7 @@ Remote mode needs grpcio, protobuf and numpy only. What is behind the names:
 
 from dualform.client._async import AsyncClient
 from dualform.client._capture import capture_queries
+from dualform.client._dual_form import dual_form
 from dualform.client._filters import parse_filter
 from dualform.client._info import (
     IndexInfo,
@@ -63,5 +65,6 @@ __all__ = [
     "UnavailableError",
     "UnimplementedError",
     "capture_queries",
+    "dual_form",
     "parse_filter",
 ]

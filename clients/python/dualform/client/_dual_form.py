@@ -1,0 +1,289 @@
+"""A model's forward pass with chosen layers in dual form: computed from their memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+from dualform.client._arrays import int64
+from dualform.client._info import IndexInfo, LayerInfo
+from dualform.client._sync import Client
+from dualform.client.errors import FailedPreconditionError, InvalidArgumentError
+from dualform.v1.attribution_pb2 import Filter
+
+if TYPE_CHECKING:
+    import torch
+
+    Forward = Callable[[torch.Tensor], torch.Tensor]
+
+
+@contextmanager
+def dual_form(
+    model: torch.nn.Module,
+    client: Client,
+    *,
+    layers: str | Sequence[str] | None = None,
+    where: str | Filter | None = None,
+    at_step: int | None = None,
+    index: str | None = None,
+    timeout: float | None = None,
+) -> Iterator[None]:
+    """Inside the block, the layers named compute their dual output through the client.
+
+    Everything else of the model runs as it is, in the mode that it is in: call `model.eval()` first
+    where there is dropout. Behind the block the layers are as before, also after an exception. The
+    layers' own weights take no part, so the model may be freshly initialised; hooks run as ever. A
+    block inside a block takes over the layers that it names. The layers are replaced for all
+    threads, and no gradient flows through them: their output does not require grad, so a backward
+    that would need to pass through them finds nothing to do below.
+
+    Args:
+        model: The model, not compiled.
+        client: A `Client`, remote or local.
+        layers: Names or glob patterns of the index's layers; None takes all that the model has.
+        where: Which rows contribute in these layers; the initial part always stays. What such a
+            masked pass means, and what not: docs/dual-form.md.
+        at_step: The layers after so many steps; None for the trained layers.
+        index: The index's name; None where one is served.
+        timeout: Seconds per question. A layer asks once per call: large batches are cheaper.
+
+    Yields:
+        None. Layers take float32 [..., d_in] (half formats are widened, which is exact) and give
+        float32 [..., d_out] on the input's device.
+
+    Raises:
+        TypeError: The client is no `Client`; an AsyncClient can't answer inside a forward.
+        InvalidArgumentError: No module; compiled; a layer that index or model lack, or whose shape
+            differs; a wrong filter or step; in the forward an input that is not finite.
+        FailedPreconditionError: The index has no values, or a layer no exact dual form up to that
+            step; behind the block: a layer that was asked for did not run.
+
+    Example:
+        >>> with dual_form(model, client, layers=["0", "2"], where="task != 'fashion'"):
+        ...     predictions = model(images).argmax(-1)
+    """
+    if not isinstance(client, Client):
+        raise TypeError(
+            f"client is of type {type(client).__name__}; dual_form asks in the middle of a forward "
+            'and needs a Client: Client("HOST:PORT") or Client.local(PATH)'
+        )
+    _check_model(model)
+    info = client.index(index, timeout=timeout)
+    chosen = _chosen(model, info, layers)
+    end = _end(info, at_step)
+    for own in chosen:
+        _check_exact(info.layers[own], end)
+    if where is not None:
+        _check_where(client, info, chosen, where, index, timeout)
+
+    def answer(name: str, queries: torch.Tensor) -> Any:
+        found = client.dual_output(
+            name, queries, where=where, at_step=at_step, index=index, timeout=timeout
+        )
+        return found.values
+
+    calls = dict.fromkeys(chosen, 0)
+
+    def counter(name: str) -> Callable[..., None]:
+        def count(*_: object) -> None:
+            calls[name] += 1
+
+        return count
+
+    with ExitStack() as restore:
+        for name, layer in chosen.items():
+            # The hook also keeps fused fast paths, which bypass `forward`, from being taken.
+            restore.callback(layer.register_forward_pre_hook(counter(name)).remove)
+            restore.enter_context(_replaced(layer, _forward(info.layers[name], answer)))
+        yield
+    silent = [name for name, count in calls.items() if not count]
+    if layers is not None and silent:
+        raise FailedPreconditionError(
+            f"these layers did not run inside the block: {', '.join(silent)}; leave them out of "
+            "layers=, and where the model uses their weights without calling them, its output is "
+            "not the dual form's",
+            field="layers",
+        )
+
+
+def _forward(info: LayerInfo, answer: Callable[[str, torch.Tensor], Any]) -> Forward:
+    """The forward of a layer in dual form."""
+    import torch
+
+    exact = (torch.float32, torch.float16, torch.bfloat16)
+
+    def forward(input: torch.Tensor) -> torch.Tensor:
+        if input.dtype not in exact:
+            raise InvalidArgumentError(
+                f"layer {info.name!r} sees {str(input.dtype).removeprefix('torch.')}; keys and "
+                "queries are float32: run the model with model.float()",
+                field="model",
+            )
+        if input.ndim == 0 or input.shape[-1] != info.d_in:
+            raise InvalidArgumentError(
+                f"layer {info.name!r} sees shape {list(input.shape)}; it takes [..., {info.d_in}]",
+                field="model",
+            )
+        shape = (*input.shape[:-1], info.d_out)
+        if not input.numel():
+            return torch.zeros(shape, device=input.device)
+        queries = input.detach().reshape(-1, info.d_in).float()
+        return torch.from_numpy(answer(info.name, queries)).to(input.device).reshape(shape)
+
+    return forward
+
+
+@contextmanager
+def _replaced(layer: torch.nn.Module, forward: Forward) -> Iterator[None]:
+    """`layer.forward` is another inside; behind it, what it was, on the instance or the class."""
+    own = vars(layer).get("forward")
+    # On the instance: the class, and other layers of it, stay as they are.
+    layer.forward = forward
+    try:
+        yield
+    finally:
+        if own is None:
+            del layer.forward
+        else:
+            layer.forward = own
+
+
+def _check_model(model: object) -> None:
+    import torch
+
+    if not isinstance(model, torch.nn.Module):
+        raise InvalidArgumentError(
+            f"model is of type {type(model).__name__}; a torch.nn.Module is needed", field="model"
+        )
+    for name, module in model.named_modules():
+        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
+            raise InvalidArgumentError(
+                f"{f'module {name!r}' if name else 'the model'} is compiled, and compiled code may "
+                "go on using the layers' weights; pass and call the original (_orig_mod of what "
+                "torch.compile gave)",
+                field="model",
+            )
+
+
+def _chosen(
+    model: torch.nn.Module, info: IndexInfo, layers: str | Sequence[str] | None
+) -> dict[str, torch.nn.Module]:
+    """The model's layers to replace, once each is the index's in name, kind and shape."""
+    modules = dict(model.named_modules())
+    if layers is None:
+        names = [name for name in info.layers if name in modules]
+        if not names:
+            raise InvalidArgumentError(
+                f"the model has none of the index's layers ({_listed(info.layers)}): is it the "
+                "one that was recorded?",
+                field="model",
+            )
+    else:
+        patterns = [layers] if isinstance(layers, str) else list(layers)
+        if not patterns:
+            raise InvalidArgumentError(
+                "layers=[] names none; None takes all that the model has", field="layers"
+            )
+        names = _matching(info, patterns)
+    return {name: _checked(modules.get(name), info.layers[name], modules) for name in names}
+
+
+def _matching(info: IndexInfo, patterns: Sequence[str]) -> list[str]:
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise InvalidArgumentError(
+                f"layers holds {pattern!r}; names as in model.named_modules() are needed, such as "
+                f"{str(pattern)!r}",
+                field="layers",
+            )
+        if not any(fnmatchcase(name, pattern) for name in info.layers):
+            raise InvalidArgumentError(
+                f"layers: {pattern!r} matches no layer of the index; there are: "
+                f"{_listed(info.layers)}",
+                field="layers",
+            )
+    return [name for name in info.layers if any(fnmatchcase(name, each) for each in patterns)]
+
+
+def _checked(
+    module: torch.nn.Module | None, info: LayerInfo, modules: Mapping[str, torch.nn.Module]
+) -> torch.nn.Module:
+    import torch
+
+    linear = [name for name, each in modules.items() if isinstance(each, torch.nn.Linear)]
+    if module is None:
+        raise InvalidArgumentError(
+            f"the model has no layer {info.name!r}; its linear layers are: {_listed(linear)}",
+            field="layers",
+        )
+    if not isinstance(module, torch.nn.Linear):
+        raise InvalidArgumentError(
+            f"layer {info.name!r} is {info.kind} in the index and {type(module).__name__} in the "
+            f"model; its linear layers are: {_listed(linear)}",
+            field="layers",
+        )
+    of_model = (module.in_features, module.out_features, module.bias is not None)
+    of_index = (info.d_in, info.d_out, info.bias)
+    if of_model != of_index:
+        raise InvalidArgumentError(
+            f"layer {info.name!r} is {_shape(*of_index)} in the index and {_shape(*of_model)} in "
+            "the model: is it the one that was recorded?",
+            field="layers",
+        )
+    return module
+
+
+def _end(info: IndexInfo, at_step: int | None) -> int:
+    if at_step is None:
+        return info.steps
+    if not 0 <= int64(at_step, "at_step") <= info.steps:
+        raise InvalidArgumentError(
+            f"at_step is {at_step}; training had {info.steps} steps, so it is one of 0 to "
+            f"{info.steps}",
+            field="at_step",
+        )
+    return at_step
+
+
+def _check_exact(info: LayerInfo, end: int) -> None:
+    if not info.values:
+        raise FailedPreconditionError(
+            f"layer {info.name!r} was recorded or indexed without values, so it has no dual form",
+            reason="NO_VALUES",
+            field="layers",
+        )
+    for mark in info.inexact:
+        if mark.from_step < end:
+            raise FailedPreconditionError(
+                f"the dual form of layer {info.name!r} is not exact from step {mark.from_step} on: "
+                f"{mark.reason}; leave the layer out of layers=, or ask with at_step <= "
+                f"{mark.from_step}",
+                reason="INEXACT",
+                field="layers",
+            )
+
+
+def _check_where(
+    client: Client,
+    info: IndexInfo,
+    chosen: Mapping[str, object],
+    where: str | Filter,
+    index: str | None,
+    timeout: float | None,
+) -> None:
+    """A wrong filter is refused now; at step 0 no row takes part, so that asking costs nothing."""
+    import numpy as np
+
+    for name in chosen:
+        nothing = np.zeros((1, info.layers[name].d_in), np.float32)
+        client.dual_output(name, nothing, where=where, at_step=0, index=index, timeout=timeout)
+
+
+def _shape(d_in: int, d_out: int, bias: bool) -> str:
+    return f"{d_in} -> {d_out} {'with' if bias else 'without'} bias"
+
+
+def _listed(names: Mapping[str, object] | Sequence[str]) -> str:
+    return ", ".join(map(repr, names)) or "none"
