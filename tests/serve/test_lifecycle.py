@@ -307,6 +307,10 @@ def gated_process(
 
 def test_a_drain_waits_for_the_scans(index: Path) -> None:
     with gated_process(index, opens_after=3) as (server, calls):
+        # Twice at once, as `timeout` does: one wish.
+        server.terminate()
+        server.terminate()
+        time.sleep(0.1)
         server.terminate()
         for call in calls:
             assert list(call.result(timeout=30).rows.shape) == [1, 2]
@@ -317,7 +321,7 @@ def test_a_second_signal_waits_for_nothing(index: Path) -> None:
     with gated_process(index, opens_after=0) as (server, calls):
         begin = time.monotonic()
         server.terminate()
-        time.sleep(0.2)
+        time.sleep(1)
         server.terminate()
         for call in calls:
             assert call.exception(timeout=30) is not None

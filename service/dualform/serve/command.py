@@ -18,7 +18,7 @@ _LOG = logging.getLogger("dualform.serve")
 
 
 def run(config: ServerConfig) -> int:
-    """Serve until SIGTERM or SIGINT, then drain; a second signal ends the drain at once.
+    """Serve until SIGTERM or SIGINT, then drain; another signal later ends the drain at once.
 
     Prints "listening on HOST:PORT" on standard output once ready; the log goes to standard error.
 
@@ -42,15 +42,23 @@ def run(config: ServerConfig) -> int:
 
 
 async def _serve(config: ServerConfig, catalog: Catalog) -> None:
-    from dualform.serve.server import Server
+    from dualform.serve.server import NOTICE_S, Server
 
+    loop = asyncio.get_running_loop()
     stop, hurry = asyncio.Event(), asyncio.Event()
+    told_at = 0.0
 
     def told() -> None:
-        (hurry if stop.is_set() else stop).set()
+        nonlocal told_at
+        if not stop.is_set():
+            told_at = loop.time()
+            stop.set()
+        # Supervisors send one signal to the process and again to its group: that is one wish.
+        elif loop.time() - told_at > NOTICE_S:
+            hurry.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, told)
+        loop.add_signal_handler(number, told)
     server = Server(config, catalog)
     address = await server.start()
     print(f"listening on {address}", flush=True)
