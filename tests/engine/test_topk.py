@@ -13,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic import make_index
 
+import dualform.index.build as index_build
+import dualform.index.sketch as index_sketch
 from dualform.engine import Index
 from dualform.engine import shards as engine_shards
 from dualform.engine import topk as engine_topk
@@ -25,11 +27,13 @@ def memories(draw: st.DrawFn) -> dict[str, object]:
     """A small memory full of ties, near-ties, zeros, and norms from tiny to huge."""
     rows, d = draw(st.integers(1, 60)), draw(st.integers(1, 5))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    kind = draw(st.sampled_from(["integers", "normal", "near-ties", "scales"]))
+    kind = draw(st.sampled_from(["integers", "normal", "near-ties", "scales", "low rank"]))
     if kind == "integers":
         keys = rng.integers(-2, 3, (rows, d)).astype(np.float32)
     elif kind == "normal":
         keys = rng.standard_normal((rows, d)).astype(np.float32)
+    elif kind == "low rank":
+        keys = np.outer(rng.integers(-3, 4, rows), rng.standard_normal(d)).astype(np.float32)
     elif kind == "near-ties":
         keys = (1 + rng.integers(-2, 3, (rows, d)) * 2.0**-23).astype(np.float32)
     else:
@@ -50,6 +54,7 @@ def memories(draw: st.DrawFn) -> dict[str, object]:
         "shard_rows": draw(st.sampled_from([1, 7, 1000])),
         "tile": draw(st.sampled_from([4, 1 << 22])),
         "faiss": draw(st.booleans()),
+        "directions": draw(st.sampled_from([0, 1, 2])),
     }
 
 
@@ -62,6 +67,8 @@ def test_any_split_equals_rational_arithmetic(case: dict) -> None:
     label = np.array(case["label"])
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_shards, "TILE_BYTES", case["tile"])
+        patch.setattr(index_build, "MIN_D_IN", 1 if case["directions"] else 1 << 30)
+        patch.setattr(index_sketch, "DIRECTIONS", case["directions"])
         patch.setattr(engine_topk, "_COMPRESS_AT", 16)
         patch.setattr(engine_topk, "_RESCORE_ROWS", 8)
         path = make_index(

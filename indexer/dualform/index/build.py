@@ -28,6 +28,7 @@ from safetensors.numpy import save as save_safetensors
 
 from dualform.index.norms import KeyNorms
 from dualform.index.shards import ShardFile, ShardWriter
+from dualform.index.sketch import MIN_D_IN, SAMPLE_ROWS, leading_directions, sketch
 from dualform.store.errors import ExistsError
 from dualform.store.files import FileEntry, digest, sync_directory, write_atomic
 from dualform.store.grouping import group
@@ -38,6 +39,7 @@ from dualform.store.index import (
     RowSpace,
     SpaceShard,
     layer_directory,
+    npy_header,
 )
 from dualform.store.ledger import to_parquet
 from dualform.store.recording import LayerSpec, PassRecord, Recording
@@ -136,12 +138,14 @@ class _PendingShard:
 
     keys: Future[FileEntry]
     values: Future[FileEntry] | None
+    sketch: FileEntry | None
     norms: KeyNorms
 
     def result(self) -> LayerShard:
         return LayerShard(
             keys=self.keys.result(),
             values=None if self.values is None else self.values.result(),
+            sketch=self.sketch,
             max_norm=self.norms.max_norm,
             nonfinite=self.norms.nonfinite(),
         )
@@ -162,6 +166,7 @@ class _Build:
         self._shard_rows = shard_rows
         self._progress = progress
         self._spaces = _row_spaces(source)
+        self._directions: dict[str, np.ndarray | None] = {}
         self._done = 0
         self._total = sum(
             space.rows * 4 * self._width(source.manifest.layers[name])
@@ -177,6 +182,7 @@ class _Build:
         for name in self._source.manifest.layers:
             (self._directory / layer_directory(name)).mkdir(parents=True)
         layers = self._source.manifest.layers
+        self._directions = {name: self._find_directions(layer) for name, layer in layers.items()}
         pending: dict[str, list[_PendingShard]] = {name: [] for name in layers}
         with ShardWriter(self._directory, self._largest_file()) as writer:
             for number, space in enumerate(self._spaces):
@@ -235,6 +241,10 @@ class _Build:
     ) -> _PendingShard:
         """Fill and hand over the layer's keys, then its values, of rows [start, stop)."""
         norms = KeyNorms(stop - start)
+        directions = self._directions[layer.name]
+        sketches = None
+        if directions is not None:
+            sketches = np.empty((stop - start, len(directions) + 1), np.float32)
         stem = f"{layer_directory(layer.name)}/{len(space.shards) - 1:06}"
 
         def pieces(d: int, *, values: bool) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -250,6 +260,8 @@ class _Build:
             for where, rows in pieces(layer.d_in, values=False):
                 file.put(where, rows)
                 norms.add(where, rows)
+                if sketches is not None and directions is not None:
+                    sketches[where] = sketch(rows, directions)
 
         def fill_values(file: ShardFile) -> None:
             for where, rows in pieces(layer.d_out, values=True):
@@ -260,7 +272,27 @@ class _Build:
         values = None
         if self._values:
             values = writer.values(f"{stem}.values.npy", rows, layer.d_out, fill_values)
-        return _PendingShard(keys, values, norms)
+        entry = None if sketches is None else self._write_array(f"{stem}.sketch.npy", sketches)
+        return _PendingShard(keys, values, entry, norms)
+
+    def _find_directions(self, layer: LayerSpec) -> np.ndarray | None:
+        """The directions of the layer's sketches, from passes spread over the whole recording."""
+        if layer.d_in < MIN_D_IN:
+            return None
+        records = self._source.passes(layer.name)
+        sample: list[np.ndarray] = []
+        rows = 0
+        for i in np.random.default_rng(0).permutation(len(records)):
+            if rows >= SAMPLE_ROWS:
+                break
+            sample.append(self._read(records[i], layer.d_in, values=False)[:SAMPLE_ROWS])
+            rows += len(sample[-1])
+        return leading_directions(sample) if sample else None
+
+    def _write_array(self, name: str, array: np.ndarray) -> FileEntry:
+        data = npy_header(*array.shape) + array.tobytes()
+        entry = write_atomic(self._directory / name, data)
+        return FileEntry(name, entry.bytes, entry.xxh3)
 
     def _read(self, record: PassRecord, d: int, *, values: bool) -> np.ndarray:
         out = np.empty((record.rows, d), "<f4")
@@ -283,6 +315,8 @@ class _Build:
         for number, space in enumerate(self._spaces):
             for name in space.layers:
                 spec = source.manifest.layers[name]
+                directions = self._directions[name]
+                file = f"{layer_directory(name)}/directions.npy"
                 layers[name] = IndexLayer(
                     name=name,
                     kind=spec.kind,
@@ -293,6 +327,7 @@ class _Build:
                     space=number,
                     values=self._values,
                     inexact=tuple(source.marks.get(name, ())),
+                    directions=None if directions is None else self._write_array(file, directions),
                     initial=self._write_state(spec, "initial", initial),
                     final=None if final is None else self._write_state(spec, "final", final),
                     shards=shards[name],

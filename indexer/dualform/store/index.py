@@ -38,17 +38,23 @@ class LayerShard:
         values: .npy file, float32 [n, d_out], or None for an index without values.
         max_norm: Upper bound of the finite keys' Euclidean norms.
         nonfinite: Half-open ranges of positions inside the shard whose key is not finite.
+        sketch: .npy file, float32 [n, m + 1], the keys' sketches, or None without any.
     """
 
     keys: FileEntry
     values: FileEntry | None
+    sketch: FileEntry | None
     max_norm: float
     nonfinite: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
 class IndexLayer:
-    """A layer: where its weights, keys and values are, and how far it is exact."""
+    """A layer: where its weights, keys and values are, and how far it is exact.
+
+    Attributes:
+        directions: .npy file, float32 [m, d_in], the P of its sketches, or None without any.
+    """
 
     name: str
     kind: str
@@ -59,6 +65,7 @@ class IndexLayer:
     space: int
     values: bool
     inexact: tuple[InexactMark, ...]
+    directions: FileEntry | None
     initial: FileEntry
     final: FileEntry | None
     shards: tuple[LayerShard, ...]
@@ -197,12 +204,14 @@ def _layer(data: dict[str, Any]) -> IndexLayer:
         space=int(data["space"]),
         values=bool(data["values"]),
         inexact=tuple(InexactMark(int(m["from_step"]), str(m["reason"])) for m in data["inexact"]),
+        directions=_entry(data["directions"]),
         initial=FileEntry.from_json(data["initial"]),
         final=_entry(data["final"]),
         shards=tuple(
             LayerShard(
                 keys=FileEntry.from_json(s["keys"]),
                 values=_entry(s["values"]),
+                sketch=_entry(s["sketch"]),
                 max_norm=float(s["max_norm"]),
                 nonfinite=tuple((int(a), int(b)) for a, b in s["nonfinite"]),
             )

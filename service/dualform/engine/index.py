@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -45,12 +46,14 @@ class Layer:
         space: Its row space.
         shards: Its shards, in order of position.
         finite: bool [rows], by position: which keys are finite.
+        directions: float32 [m, d_in], the P of its sketches; None without any.
     """
 
     manifest: IndexLayer
     space: Rows
     shards: tuple[Shard, ...]
     finite: np.ndarray = field(repr=False)
+    directions: torch.Tensor | None = field(repr=False)
 
     @property
     def name(self) -> str:
@@ -380,9 +383,9 @@ class Index:
         for space in self._manifest.spaces:
             entries += [shard.sidecar for shard in space.shards]
         for layer in self._manifest.layers.values():
-            entries += [layer.initial, layer.final]
+            entries += [layer.directions, layer.initial, layer.final]
             for shard in layer.shards:
-                entries += [shard.keys, shard.values]
+                entries += [shard.keys, shard.values, shard.sketch]
         with self._guarded():
             for entry in entries:
                 if stop is not None and stop():
@@ -403,15 +406,26 @@ class Index:
     def _open_layer(self, layer: IndexLayer) -> Layer:
         rows = self._rows[layer.space]
         space = self._manifest.spaces[layer.space]
+        directions = None
+        if layer.directions is not None:
+            data = read_checked(self.path, layer.directions, REBUILD)
+            directions = torch.from_numpy(np.load(io.BytesIO(data), allow_pickle=False))
         shards = []
         for place, own in zip(space.shards, layer.shards, strict=True):
             keys = ShardFile(self.path, own.keys, place.rows, layer.d_in, "keys")
             values = None
             if own.values is not None:
                 values = ShardFile(self.path, own.values, place.rows, layer.d_out, "values")
-            shards.append(Shard(place.start, place.rows, keys, values, own.max_norm, own.nonfinite))
-        finite = [shard.finite() for shard in shards]
-        return Layer(layer, rows, tuple(shards), np.concatenate(finite or [np.ones(0, bool)]))
+            sketch = None
+            if own.sketch is not None and directions is not None:
+                floats = len(directions) + 1
+                sketch = ShardFile(self.path, own.sketch, place.rows, floats, "sketch")
+            shards.append(
+                Shard(place.start, place.rows, keys, values, sketch, own.max_norm, own.nonfinite)
+            )
+        finite_parts = [shard.finite() for shard in shards]
+        finite = np.concatenate(finite_parts or [np.ones(0, bool)])
+        return Layer(layer, rows, tuple(shards), finite, directions)
 
     def _state(self, entry: FileEntry) -> dict[str, np.ndarray]:
         return dict(load_safetensors(read_checked(self.path, entry, REBUILD)))

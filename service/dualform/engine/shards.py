@@ -56,7 +56,7 @@ class ShardFile:
         entry: The file's name, size and digest.
         rows: Number of rows.
         d: Floats per row.
-        kind: "keys" or "values".
+        kind: "keys", "values" or "sketch".
 
     Raises:
         DamagedError: The file is missing, or has the wrong size.
@@ -104,6 +104,7 @@ class Shard:
         rows: Number of rows.
         keys: Its keys.
         values: Its values, or None in an index without.
+        sketch: Its keys' sketches, or None without any.
         max_norm: Upper bound of its finite keys' Euclidean norms.
         nonfinite: Half-open ranges inside the shard whose keys are not finite.
     """
@@ -112,6 +113,7 @@ class Shard:
     rows: int
     keys: ShardFile
     values: ShardFile | None
+    sketch: ShardFile | None
     max_norm: float
     nonfinite: tuple[tuple[int, int], ...]
 

@@ -21,6 +21,7 @@ from dualform.engine import flat
 from dualform.engine.contribution import Contribution
 from dualform.engine.exact import ExactDots, error_bound
 from dualform.engine.shards import Shard, Stop
+from dualform.engine.sketch import SketchedQueries, best_rows
 from dualform.engine.weights import needs_float64, tile_weights
 from dualform.store.grouping import Grouping
 
@@ -31,6 +32,7 @@ _QUERY_BLOCK = 256
 _RESCORE_ROWS = 4096
 _COMPRESS_AT = 1 << 17
 _FAISS_SLACK = 32
+_PRUNES_BADLY = 0.5
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _FLOAT32_TINY = 2.0**-149
 
@@ -100,9 +102,14 @@ class Scan:
             self._layer, queries, self._k, self._order, self._grouping, self._contribution
         )
         proposed: list[tuple[Shard, np.ndarray]] = []
+        sketched = self._sketched(queries)
         for shard in self._layer.shards:
             own = selected[shard.start : shard.start + shard.rows]
-            if self._use_faiss and own.all() and not needs_float64(best.query_norms, shard):
+            if sketched is not None and not needs_float64(best.query_norms, shard):
+                kept = self._scan_pruned(shard, own, queries, sketched, best)
+                if kept > _PRUNES_BADLY * np.count_nonzero(own):
+                    sketched = None
+            elif self._use_faiss and own.all() and not needs_float64(best.query_norms, shard):
                 signed = -queries if self._order == "smallest" else queries
                 merits, inside = flat.search(shard, signed, self._k + _FAISS_SLACK, self._stop)
                 best.add_matrix(merits, inside + shard.start)
@@ -117,6 +124,33 @@ class Scan:
                 everything = np.ones(shard.rows, bool)
                 self._scan(shard, everything, queries, best, unsure)
         return best.result()
+
+    def _sketched(self, queries: torch.Tensor) -> SketchedQueries | None:
+        """The queries as sketches see them, where sketches can prune."""
+        directions = self._layer.directions
+        if directions is None or self._contribution is not None or self._device.type != "cpu":
+            return None
+        return SketchedQueries(queries, directions, self._order)
+
+    def _scan_pruned(
+        self,
+        shard: Shard,
+        selected: np.ndarray,
+        queries: torch.Tensor,
+        sketched: SketchedQueries,
+        best: Candidates,
+    ) -> int:
+        """Propose the rows of a shard that their sketches can't rule out; how many these were."""
+        assert shard.sketch is not None
+        bounds = sketched.bounds(shard, shard.sketch.rows())
+        done = np.zeros(shard.rows, bool)
+        if self._grouping is None and np.isinf(best.limits()).any():
+            # Without limits nothing can be ruled out: score the most promising rows first.
+            done = best_rows(bounds, self._k, selected)
+            self._scan(shard, done, queries, best)
+        kept = best.possible(bounds, shard, selected & ~done)
+        self._scan(shard, kept, queries, best)
+        return int(np.count_nonzero(kept))
 
     def _scan(
         self,
@@ -188,6 +222,23 @@ class Candidates:
         """Merits that are surely below these are not among the k best, float64 [n, groups]."""
         self._compress()
         return self._limits.reshape(-1, self._groups)
+
+    def possible(self, bounds: torch.Tensor, shard: Shard, selected: np.ndarray) -> np.ndarray:
+        """Which of a shard's selected rows may matter to some query.
+
+        Args:
+            bounds: float32 [n, rows], upper bounds of merits.
+            shard: Whose rows.
+            selected: bool [rows].
+
+        Returns:
+            bool [rows].
+        """
+        limits = self.limits()
+        if self._codes is not None:
+            limits = limits[:, self._codes[shard.start : shard.start + shard.rows]]
+        threshold = torch.nextafter(torch.from_numpy(limits).float(), torch.tensor(-torch.inf))
+        return np.asarray((bounds >= threshold).any(dim=0).numpy() & selected)
 
     def add_matrix(self, merits: np.ndarray, positions: np.ndarray) -> None:
         """Take proposals by weight, float32 and int64 [n, m], of a single group."""

@@ -1,0 +1,146 @@
+"""Certified pruning: the bound holds for any directions, and pruned answers are the flat scan's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from synthetic import make_index
+
+from dualform.engine import Index
+from dualform.engine import topk as engine_topk
+from dualform.engine.shards import Shard
+from dualform.engine.sketch import SketchedQueries
+from dualform.index.sketch import leading_directions, sketch
+
+
+def shard_of(keys: np.ndarray) -> Shard:
+    norms = np.linalg.norm(keys.astype(np.float64), axis=1)
+    longest = float(norms.max()) * (1 + 1e-12)
+    return Shard(0, len(keys), None, None, None, longest, ())  # type: ignore[arg-type]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Keys, queries and directions, the last orthonormal or anything."""
+    d, m, rows = draw(st.integers(2, 300)), draw(st.integers(1, 8)), 40
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    keys = rng.standard_normal((rows, d)) * 10.0 ** draw(st.integers(-20, 14))
+    kind = draw(st.sampled_from(["leading", "random", "in span", "scales"]))
+    directions = rng.standard_normal((m, d)).astype(np.float32)
+    if kind == "in span":
+        keys = rng.standard_normal((rows, m)) @ directions
+    if kind == "scales":
+        keys *= 10.0 ** rng.integers(-25, 2, (rows, 1))
+    keys = keys.astype(np.float32)
+    if kind in ("leading", "in span"):
+        found = leading_directions([keys])
+        directions = directions if found is None else found[:m]
+    queries = np.concatenate([keys[:5], rng.standard_normal((4, d)), np.zeros((1, d))])
+    return keys, queries.astype(np.float32), directions
+
+
+@settings(max_examples=300, deadline=None)
+@given(cases(), st.sampled_from(["largest", "smallest", "absolute"]))
+def test_the_bound_holds(case: tuple[np.ndarray, np.ndarray, np.ndarray], order: str) -> None:
+    keys, queries, directions = case
+    sketched = SketchedQueries(torch.from_numpy(queries), torch.from_numpy(directions), order)
+    bounds = sketched.bounds(shard_of(keys), torch.from_numpy(sketch(keys, directions))).numpy()
+    scores = queries.astype(np.float64) @ keys.astype(np.float64).T
+    merits = {"largest": scores, "smallest": -scores, "absolute": np.abs(scores)}[order]
+    # Float64 itself is off by d roundings of the absolute terms.
+    size = np.abs(queries).astype(np.float64) @ np.abs(keys).astype(np.float64).T
+    assert (bounds >= merits - size * 1e-13).all()
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases())
+def test_rho_is_at_least_the_rest(case: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
+    keys, _, directions = case
+    sketches = sketch(keys, directions).astype(np.float64)
+    rest = keys - sketches[:, :-1] @ directions.astype(np.float64)
+    assert (sketches[:, -1] >= np.linalg.norm(rest, axis=1) * (1 - 1e-12)).all()
+
+
+@pytest.fixture(scope="module")
+def arrays() -> dict[str, np.ndarray]:
+    """Keys of the kind that training sees: nearly low-dimensional, with repeats."""
+    rng = np.random.default_rng(0)
+    distinct = rng.standard_normal((4000, 20)) @ rng.standard_normal((20, 300))
+    distinct = np.maximum(distinct + 0.3 * rng.standard_normal(distinct.shape), 0)
+    keys = distinct[rng.integers(0, 4000, 24_000)].astype(np.float32)
+    queries = np.concatenate([distinct[:6], distinct[7:10] * 0.5, np.zeros((1, 300))])
+    return {
+        "keys": keys,
+        "queries": queries.astype(np.float32),
+        "label": rng.integers(0, 5, 24_000),
+    }
+
+
+@pytest.fixture(scope="module")
+def index(arrays: dict[str, np.ndarray], tmp_path_factory: pytest.TempPathFactory):
+    path = make_index(
+        tmp_path_factory.mktemp("index"),
+        arrays["keys"],
+        None,
+        rows_per_step=200,
+        shard_rows=5000,
+        label=arrays["label"].tolist(),
+    )
+    with Index.open(path, device="cpu") as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("order", ["largest", "smallest", "absolute"])
+@pytest.mark.parametrize("group_by", [None, "label", "step"])
+def test_pruned_answers_are_the_flat_scans(
+    index: Index, arrays: dict[str, np.ndarray], order: str, group_by: str | None
+) -> None:
+    layer = index.layers["fc"]
+    assert layer.directions is not None
+    for k in (1, 10, 200):
+        for queries in (arrays["queries"], arrays["queries"][:1]):
+            pruned = index.top_k("fc", queries, k, order=order, group_by=group_by)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(engine_topk.Scan, "_sketched", lambda self, queries: None)
+                flat = index.top_k("fc", queries, k, order=order, group_by=group_by)
+            np.testing.assert_array_equal(pruned.rows, flat.rows)
+            np.testing.assert_array_equal(pruned.scores, flat.scores)
+
+
+def test_most_rows_are_never_read(index: Index, arrays: dict[str, np.ndarray]) -> None:
+    scanned = []
+    original = engine_topk.Scan._scan
+
+    def counting(self: engine_topk.Scan, shard: Shard, selected: np.ndarray, *rest: object) -> None:
+        scanned.append(int(np.count_nonzero(selected)))
+        original(self, shard, selected, *rest)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_topk.Scan, "_scan", counting)
+        index.top_k("fc", arrays["queries"][:1], 10)
+    assert sum(scanned) < 0.1 * len(arrays["keys"])
+
+
+def test_isotropic_keys_fall_back(tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    keys = rng.standard_normal((6000, 256)).astype(np.float32)
+    path = make_index(tmp_path, keys, None, shard_rows=1000)
+    with Index.open(path, device="cpu") as index, pytest.MonkeyPatch.context() as patch:
+        asked = []
+        original = engine_topk.Scan._scan_pruned
+
+        def counting(self: engine_topk.Scan, *given: object) -> int:
+            asked.append(1)
+            return original(self, *given)  # type: ignore[arg-type]
+
+        patch.setattr(engine_topk.Scan, "_scan_pruned", counting)
+        queries = rng.standard_normal((4, 256)).astype(np.float32)
+        hits = index.top_k("fc", queries, 10)
+        assert len(asked) < 6
+    expected = np.argsort(-(queries.astype(np.float64) @ keys.T), axis=1, kind="stable")[:, :10]
+    np.testing.assert_array_equal(hits.rows, expected)
