@@ -10,7 +10,7 @@ PACKAGES := record store index engine serve client cli
 LOOSE := examples experiments
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format stubs stubs-check clean
+.PHONY: help setup demo test lint format stubs stubs-check bench clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,6 +39,10 @@ stubs: $(STAMP) ## Generate the gRPC stubs beside the proto (Python 3.10 to 3.12
 
 stubs-check: $(STAMP) ## Fail where the committed stubs are not what the proto gives
 	PYTHON=$(BIN)/python scripts/stubs.sh --check
+
+bench: $(STAMP) ## What the recorder adds to training; with RECORDING=DIR also a build beside cp and sync
+	$(BIN)/python benchmarks/recorder.py
+	$(if $(RECORDING),$(BIN)/python benchmarks/build.py $(RECORDING))
 
 clean: ## Remove what the demo, the tests and builds leave behind; .venv stays
 	rm -rf demo dist build .mypy_cache .pytest_cache .ruff_cache .hypothesis

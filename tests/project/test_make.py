@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -20,7 +21,9 @@ def _needs_make() -> None:
 
 
 def make(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["make", *words], cwd=ROOT, capture_output=True, text=True)
+    # Not as a part of the make that runs the tests.
+    env = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    return subprocess.run(["make", *words], cwd=ROOT, capture_output=True, text=True, env=env)
 
 
 def test_help_lists_every_target_with_a_line() -> None:
