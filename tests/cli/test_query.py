@@ -49,6 +49,19 @@ def test_top_k_as_json_and_locally_the_same(memory: Memory, server: str, query_f
     assert data["groups"] is None
 
 
+def test_top_k_by_contribution(memory: Memory, server: str, query_file: Path) -> None:
+    more = ("-k", 3, "--rank-by", "contribution", "--unit", 2, "--at-step", 50)
+    data = answer(ask("top-k", server, query_file, *more, "--json"))
+    parts = LR * memory.weights(np.load(query_file)) * memory.values[:, 2].astype(np.float64)
+    for query, (rows, scores) in enumerate(zip(data["rows"], data["scores"], strict=True)):
+        expected = np.argsort(-parts[query, :350], kind="stable")[:3]
+        assert rows == expected.tolist()
+        np.testing.assert_allclose(scores, parts[query, expected], rtol=1e-6)
+    table = ask("top-k", server, query_file, *more)
+    assert table.status == 0
+    assert table.out.endswith("covers 350 of 600 rows\n")
+
+
 def test_padding_is_null_in_json(server: str, query_file: Path) -> None:
     data = answer(ask("top-k", server, query_file, "--where", "label = 99", "-k", 2, "--json"))
     assert data["rows"] == [[-1, -1]] * 2
@@ -145,6 +158,10 @@ def test_query_files_that_can_not_be_asked(server: str, tmp_path: Path) -> None:
         (["--group-by", "nope"], "nope"),
         (["--index", "nope"], "nope"),
         (["--timeout", "-1"], "timeout"),
+        (["--rank-by", "contribution"], "units 0 to 4"),
+        (["--rank-by", "contribution", "--unit", "5"], "units 0 to 4"),
+        (["--rank-by", "contribution", "--unit", "0", "--at-step", "87"], "0 to 86"),
+        (["--unit", "0"], "rank_by='contribution'"),
     ],
 )
 def test_refusals(server: str, query_file: Path, more: list[str], says: str) -> None:
@@ -161,7 +178,9 @@ WHOLE = ["top-k", "--layer", "fc", "--query", "q.npy", "--server", "a:1"]
         (["top-k", "--layer", "fc", "--query", "q.npy"], "--server --local"),
         ([*WHOLE, "--local", "b"], "not allowed with"),
         ([*WHOLE, "-k", "x"], "invalid int"),
-        ([*WHOLE, "--rank-by", "contribution"], "unrecognized arguments: --rank-by"),
+        ([*WHOLE, "--rank-by", "best"], "'contribution'"),
+        ([*WHOLE, "--rank-by", "contribution", "--unit", "x"], "invalid int"),
+        ([*WHOLE, "--distinct", "example"], "unrecognized arguments: --distinct"),
         ([*WHOLE, "--lay", "fc"], "unrecognized arguments: --lay"),
         (["sums", *WHOLE[1:]], "--group-by"),
         (["explain"], "invalid choice"),

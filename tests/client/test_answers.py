@@ -142,6 +142,8 @@ QUESTIONS: list[tuple[str, dict[str, Any]]] = [
     ("top_k", {"k": 700, "where": "label is not null and seen = true"}),
     ("top_k", {"k": 2, "group_by": "task", "order": "absolute"}),
     ("top_k", {"k": 3, "where": parse_filter("noise < 0.5 or task in ('mnist')")}),
+    ("top_k", {"k": 5, "rank_by": "contribution", "unit": 4, "at_step": 60, "order": "smallest"}),
+    ("top_k", {"k": 2, "rank_by": "contribution", "unit": 0, "group_by": "label"}),
     ("sums", {"group_by": "label", "absolute": True}),
     ("sums", {"group_by": "step", "where": "task = 'mnist'"}),
     ("dual_output", {}),

@@ -9,6 +9,7 @@ import shutil
 import socket
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from .serving import free_port, serving
 ONE = np.ones((1, D_IN), np.float32)
 NAN = np.full((1, D_IN), np.nan, np.float32)
 INF = np.full((1, D_IN), np.inf, np.float32)
+by_contribution = partial(dict, rank_by="contribution")
 
 REFUSALS: list[tuple[str, tuple[Any, ...], dict[str, Any], type[DualformError], str, str]] = [
     ("top_k", ("fc", ONE[:, :5]), {}, InvalidArgumentError, "queries", "12"),
@@ -85,6 +87,38 @@ REFUSALS: list[tuple[str, tuple[Any, ...], dict[str, Any], type[DualformError], 
         "where",
         "position 14: column 'label'",
     ),
+    ("top_k", ("fc", ONE), {"rank_by": "best"}, InvalidArgumentError, "rank_by", "'contribution'"),
+    ("top_k", ("fc", ONE), {"rank_by": ["x"]}, InvalidArgumentError, "rank_by", "'contribution'"),
+    ("top_k", ("fc", ONE), by_contribution(), InvalidArgumentError, "unit", "units 0 to 4"),
+    ("top_k", ("fc", ONE), by_contribution(unit=-1), InvalidArgumentError, "unit", "units 0 to 4"),
+    ("top_k", ("fc", ONE), by_contribution(unit=5), InvalidArgumentError, "unit", "units 0 to 4"),
+    (
+        "top_k",
+        ("fc", ONE),
+        by_contribution(unit=1.0),
+        InvalidArgumentError,
+        "unit",
+        "an int is needed",
+    ),
+    (
+        "top_k",
+        ("fc", ONE),
+        by_contribution(unit=0, at_step=-1),
+        InvalidArgumentError,
+        "at_step",
+        "0 to 86",
+    ),
+    (
+        "top_k",
+        ("fc", ONE),
+        by_contribution(unit=0, at_step=87),
+        InvalidArgumentError,
+        "at_step",
+        "0 to 86",
+    ),
+    ("top_k", ("fc", ONE), by_contribution(unit=0, k=10**9), ResourceExhaustedError, "k", "16,384"),
+    ("top_k", ("fc", ONE), {"unit": 0}, InvalidArgumentError, "unit", "rank_by='contribution'"),
+    ("top_k", ("fc", ONE), {"at_step": 9}, InvalidArgumentError, "at_step", "'contribution'"),
     ("top_k", ("fc", ONE), {"timeout": 0}, InvalidArgumentError, "timeout", "above 0"),
     ("sums", ("fc", ONE), {"group_by": None}, InvalidArgumentError, "group_by", "column"),
     ("dual_output", ("fc", ONE), {"at_step": -1}, InvalidArgumentError, "at_step", "-1"),

@@ -57,7 +57,6 @@ def test_every_question_takes_index_and_timeout() -> None:
 
 def test_what_is_not_there_yet_is_refused(remote: Client, queries: np.ndarray) -> None:
     for call in (
-        lambda: remote.top_k("fc", queries, rank_by="contribution"),  # type: ignore[call-arg]
         lambda: remote.top_k("fc", queries, distinct="example"),  # type: ignore[call-arg]
         lambda: remote.sums("fc", queries, group_by="step", bins=[0, 1]),  # type: ignore[call-arg]
     ):
