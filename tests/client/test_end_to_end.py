@@ -80,9 +80,10 @@ def test_the_pages_code_runs(trained: Trained, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.chdir(trained.folder)
     images = digits.load().images[:3]
     space: dict[str, Any] = {"model": trained.model, "images": images}
-    for language, code in blocks("sdk.md"):
-        assert language == "python"
-        exec(compile(code.replace("localhost:50051", trained.address), "sdk.md", "exec"), space)
+    for page in ("dual-form.md", "sdk.md"):
+        for language, code in blocks(page):
+            assert language == "python"
+            exec(compile(code.replace("localhost:50051", trained.address), page, "exec"), space)
     for layer, queries in space["queries"].items():
         np.save(f"q{layer}.npy", queries)
     ran = 0
@@ -102,7 +103,7 @@ def test_the_pages_code_runs(trained: Trained, monkeypatch: pytest.MonkeyPatch) 
             )
             assert done.returncode == 0, (line, done.stderr)
             ran += 1
-    assert ran == 6
+    assert ran == 7
 
 
 def blocks(page: str) -> list[tuple[str, str]]:
