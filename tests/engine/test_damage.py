@@ -83,6 +83,15 @@ def test_a_truncated_shard_is_refused_at_opening(path: Path) -> None:
         Index.open(path, device="cpu")
 
 
+def test_a_shard_cut_off_under_the_map_is_refused(path: Path) -> None:
+    with Index.open(path, device="cpu", use_faiss=False) as index:
+        index.top_k("fc", KEYS[:1], 1)
+        with open(path / "layers/fc/000001.keys.faiss", "r+b") as file:
+            file.truncate(100)
+        with pytest.raises(DataLossError, match=r"000001\.keys\.faiss: 100 bytes"):
+            index.top_k("fc", KEYS[:1], 1)
+
+
 def test_a_missing_file_is_refused_at_opening(path: Path) -> None:
     (path / "layers/fc/000000.values.npy").unlink()
     with pytest.raises(DamagedError, match="missing"):

@@ -95,7 +95,7 @@ def rows_part(
     for shard in layer.shards:
         wide = needs_float64(norms, shard)
         inside = selected[shard.start : shard.start + shard.rows]
-        for tile in shard.tiles(inside, values=True, device=device, stop=stop):
+        for tile in shard.tiles(inside, len(queries), values=True, device=device, stop=stop):
             assert tile.values is not None
             of_weight, of_bias = row_coefficients(layer, coefficients, tile.positions, device)
             factors = tile_weights(given, tile.keys, wide=wide).double().mul_(of_weight)
@@ -142,7 +142,7 @@ def rebuild(
         bias = torch.zeros((groups, own.d_out), dtype=torch.float64, device=device)
     for shard in layer.shards:
         inside = selected[shard.start : shard.start + shard.rows]
-        for tile in shard.tiles(inside, values=True, device=device, stop=stop):
+        for tile in shard.tiles(inside, 1, values=True, device=device, stop=stop):
             assert tile.values is not None
             of_weight, of_bias = row_coefficients(layer, coefficients, tile.positions, device)
             keys, values = tile.keys.double(), tile.values.double()

@@ -30,6 +30,9 @@ from dualform.store.index import (
 TILE_BYTES = 4 << 20
 """Bytes of a tile's keys: about what stays in cache between the copy and the product."""
 
+TILE_WEIGHTS = 4 << 20
+"""Weights of a tile, queries times rows, at most: what bounds a scan's memory."""
+
 Stop = Callable[[], bool]
 
 
@@ -79,6 +82,8 @@ class ShardFile:
             DamagedError: The file does not hold what was written.
         """
         with self._lock:
+            # Reading beyond the end of a file that was cut off under the map would be fatal.
+            check_size(self._directory, self._entry, REBUILD)
             if self._rows is None:
                 check_digest(self._directory, self._entry, REBUILD)
                 self._rows = self._map()
@@ -120,6 +125,7 @@ class Shard:
     def tiles(
         self,
         selected: np.ndarray,
+        queries: int,
         *,
         values: bool = False,
         device: torch.device | None = None,
@@ -129,6 +135,7 @@ class Shard:
 
         Args:
             selected: bool [rows].
+            queries: How many queries the tiles will be multiplied with.
             values: Whether tiles carry values.
             device: Where tiles are put; None for the CPU. A tile is valid until the next.
             stop: Asked between tiles; True raises CancelledError.
@@ -139,7 +146,8 @@ class Shard:
         chosen = None if count == self.rows else np.flatnonzero(selected)
         keys = self.keys.rows()
         own_values = self.values.rows() if values and self.values is not None else None
-        step = max(64, TILE_BYTES // (4 * keys.shape[1]))
+        widest = max(keys.shape[1], 0 if own_values is None else own_values.shape[1])
+        step = max(64, min(TILE_BYTES // (4 * widest), TILE_WEIGHTS // queries))
         scratch = torch.empty((min(step, count), keys.shape[1]), dtype=torch.float32, device="cpu")
         for first in range(0, count, step):
             if stop is not None and stop():

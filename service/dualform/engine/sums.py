@@ -69,6 +69,6 @@ def scan(
     for shard in layer.shards:
         wide = needs_float64(norms, shard)
         inside = selected[shard.start : shard.start + shard.rows]
-        for tile in shard.tiles(inside, device=device, stop=stop):
+        for tile in shard.tiles(inside, len(queries), device=device, stop=stop):
             total.update(tile.positions, tile_weights(own, tile.keys, wide=wide))
     return total.result()

@@ -167,7 +167,9 @@ class Scan:
         error = error[:, None].to(self._device)
         wide = needs_float64(best.query_norms, shard)
         part = self._contribution
-        tiles = shard.tiles(selected, values=part is not None, device=self._device, stop=self._stop)
+        tiles = shard.tiles(
+            selected, len(own), values=part is not None, device=self._device, stop=self._stop
+        )
         for tile in tiles:
             scores, errors = tile_weights(own, tile.keys, wide=wide), error
             if part is not None:

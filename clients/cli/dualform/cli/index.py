@@ -58,7 +58,8 @@ def add_to(commands: Any) -> None:
 
 
 def _build(options: argparse.Namespace) -> int:
-    _set_threads()
+    # The build's products are small and many: a second BLAS thread would mostly wait, spinning.
+    _set_threads(1)
     from dualform.index import build_index
 
     started = time.monotonic()
@@ -181,11 +182,11 @@ def _print_report(report: VerifyReport) -> None:
         print("errors are relative: |rebuilt - trained| / |trained - initial|, Frobenius norm")
 
 
-def _set_threads() -> None:
+def _set_threads(threads: int | None = None) -> None:
     """The thread policy of a process of our own, before torch or FAISS is imported."""
     from dualform.serve import policy
 
-    policy.apply()
+    policy.apply(threads)
 
 
 def _size(directory: Path) -> int:
