@@ -1,0 +1,49 @@
+"""Stage "plain": the study's training as anyone would write it, saving checkpoints.
+
+It knows nothing of dualform: what the dual output is compared with comes from here.
+Run as a process of its own: python -m runner.plain STUDY VARIANT DATA SCRATCH FOLDER STEP...
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from runner import config, mnist
+
+
+def main(
+    study_file: str, variant_name: str, data: str, scratch: str, folder: str, *steps: str
+) -> None:
+    """Train without a recorder; leave checkpoint-<s>.safetensors after s steps in `folder`."""
+    study = config.load(Path(study_file))
+    variant = study.variants[variant_name]
+    training, _ = mnist.load(Path(data), Path(scratch))
+    torch.manual_seed(study.seed)
+    model = mnist.network(study.hidden)
+    optimizer = torch.optim.SGD(model.parameters(), lr=variant.lr, momentum=variant.momentum)
+    plan = mnist.batches(len(training.ids), study.batch_size, study.steps, study.seed)
+    wanted = {int(step) for step in steps}
+
+    def save(done: int) -> None:
+        if done in wanted:
+            save_file(model.state_dict(), str(Path(folder) / f"checkpoint-{done}.safetensors"))
+
+    save(0)
+    for done, batch in enumerate(torch.from_numpy(plan), 1):
+        loss = nn.functional.cross_entropy(model(training.inputs[batch]), training.labels[batch])
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), variant.clip)
+        optimizer.step()
+        save(done)
+    if "dualform" in sys.modules:
+        raise SystemExit("dualform was imported: this run is no independent one")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
