@@ -13,6 +13,8 @@ import numpy as np
 import torch
 
 _PAGE = 4096
+_HUGE = 2 << 20
+_SLAB = 16 << 20
 
 _PARALLEL_BYTES = 4 << 20
 """Below this NumPy works in the calling thread: waking torch's threads costs more than it saves."""
@@ -22,13 +24,13 @@ class Pool:
     """Hands out buffers and takes them back, from any thread.
 
     Args:
-        keep_bytes: How much free memory to keep for reuse; of what exceeds it, the shapes that
-            were not asked for longest go first.
+        keep_bytes: How much free memory to keep for reuse, at most.
     """
 
     def __init__(self, keep_bytes: int) -> None:
         self._keep_bytes = keep_bytes
         self._free_bytes = 0
+        self._arena = _Arena()
         self._free: dict[tuple[int, int], list[_Block]] = {}
         # Reentrant: the garbage collector may release a buffer in the thread that holds the lock.
         self._lock = threading.RLock()
@@ -41,20 +43,17 @@ class Pool:
                 block = free.pop()
                 self._free_bytes -= len(block.memory)
                 return Buffer(self, block)
-        return Buffer(self, _Block(rows, width))
+            block = _Block(self._arena, rows, width)
+        return Buffer(self, block)
 
     def _give_back(self, block: _Block) -> None:
         with self._lock:
-            free = self._free.pop(block.array.shape, [])
-            free.append(block)
-            self._free[block.array.shape] = free  # now the shape asked for last
+            self._free.setdefault(block.array.shape, []).append(block)
             self._free_bytes += len(block.memory)
-            while self._free_bytes > self._keep_bytes:
-                oldest = next(iter(self._free))
-                if self._free[oldest]:
-                    self._free_bytes -= len(self._free[oldest].pop().memory)
-                else:
-                    del self._free[oldest]
+            if self._free_bytes > self._keep_bytes:
+                # Shapes vary so much that hardly any comes again: let whole slabs go.
+                self._free.clear()
+                self._free_bytes = 0
 
 
 class Buffer:
@@ -92,12 +91,6 @@ class Buffer:
         else:
             torch.from_numpy(self.array).view(source.shape).copy_(source.detach()).neg_()
 
-    def times(self, vector: np.ndarray) -> np.ndarray:
-        """array @ vector, float64 [rows], summed in float32."""
-        if self.array.nbytes < _PARALLEL_BYTES:
-            return _host_times(self.array, vector)
-        return matrix_times(torch.from_numpy(self.array), vector)
-
     def _host(self, source: torch.Tensor) -> np.ndarray | None:
         """The source as a small host array, if it is one."""
         if self.array.nbytes >= _PARALLEL_BYTES or not _here(source):
@@ -108,13 +101,24 @@ class Buffer:
         return source.numpy()
 
 
-def matrix_times(matrix: torch.Tensor, vector: np.ndarray) -> np.ndarray:
-    """matrix @ vector, float64 [rows], summed in float32 on the matrix's device."""
-    matrix = matrix.detach()
-    if _here(matrix) and matrix.nbytes < _PARALLEL_BYTES:
-        return _host_times(matrix.numpy(), vector)
-    product = torch.mv(matrix, torch.from_numpy(vector).to(matrix.device))
-    return np.asarray(product.cpu().numpy()).astype(np.float64)
+def row_dots(matrix: np.ndarray, vector: np.ndarray) -> np.ndarray:
+    """matrix @ vector, float64 [rows], summed in float32 in the calling thread.
+
+    NumPy's BLAS has threads of its own, which spin against torch's: it is kept out of this.
+    """
+    if matrix.nbytes >= _PARALLEL_BYTES:
+        product = torch.mv(torch.from_numpy(matrix), torch.from_numpy(vector)).numpy()
+    else:
+        with np.errstate(all="ignore"):  # infinite keys are recorded, not warned of
+            product = _vecdot(matrix, vector)
+    return np.asarray(product.astype(np.float64))
+
+
+def _einsum(matrix: np.ndarray, vector: np.ndarray) -> np.ndarray:
+    return np.asarray(np.einsum("ij,j->i", matrix, vector))
+
+
+_vecdot = getattr(np, "vecdot", _einsum)  # twice as fast as einsum, from NumPy 2 on
 
 
 def dot(a: np.ndarray, b: np.ndarray) -> float:
@@ -126,20 +130,32 @@ def _here(tensor: torch.Tensor) -> bool:
     return tensor.dtype is torch.float32 and tensor.is_cpu
 
 
-def _host_times(matrix: np.ndarray, vector: np.ndarray) -> np.ndarray:
-    # Not matrix @ vector: NumPy's BLAS has threads of its own, which spin against torch's.
-    product: np.ndarray = np.einsum("ij,j->i", matrix, vector)
-    return product.astype(np.float64)
+class _Arena:
+    """Memory for blocks, in slabs of huge pages: with small ones, half the time of a copy goes
+    into looking up addresses."""
+
+    def __init__(self) -> None:
+        self._slab = memoryview(b"")
+
+    def take(self, nbytes: int) -> memoryview:
+        """Zeroed, page-aligned bytes; they live as long as the view."""
+        if nbytes > len(self._slab):
+            size = max(_SLAB, -(-nbytes // _HUGE) * _HUGE)
+            # Private: a forked data loader worker must not see its pages change.
+            slab = mmap.mmap(-1, size + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                slab.madvise(mmap.MADV_HUGEPAGE)
+            start = -np.frombuffer(slab, np.uint8).ctypes.data % _HUGE
+            self._slab = memoryview(slab)[start : start + size]
+        memory, self._slab = self._slab[:nbytes], self._slab[nbytes:]
+        return memory
 
 
 class _Block:
     __slots__ = ("array", "memory")
 
-    def __init__(self, rows: int, width: int) -> None:
+    def __init__(self, arena: _Arena, rows: int, width: int) -> None:
         nbytes = 4 * rows * width
-        # Anonymous memory starts as zeros, and nothing ever writes the padding. Private: a fork
-        # (data loader workers) must not share pages that training writes.
-        self.memory = memoryview(
-            mmap.mmap(-1, -(-nbytes // _PAGE) * _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        )
+        # Anonymous memory starts as zeros, and nothing ever writes the padding.
+        self.memory = arena.take(-(-nbytes // _PAGE) * _PAGE)
         self.array = np.frombuffer(self.memory, np.float32, rows * width).reshape(rows, width)

@@ -18,7 +18,7 @@ from torch import nn
 from torch.autograd import Variable
 
 from dualform.record.annotations import Annotations, Column
-from dualform.record.buffers import Buffer, Pool
+from dualform.record.buffers import Buffer, Pool, row_dots
 from dualform.record.errors import CaptureError
 from dualform.record.layers import LayerKind
 from dualform.record.watch import GradientWatch
@@ -35,8 +35,8 @@ class Pass:
         rows: How many rows.
         key: float32 [rows, d_in]; None once the step has taken it.
         value: float32 [rows, d_out], raw (-dL/dy); None until it is committed.
-        key_probe: key @ v, float32 [rows].
-        value_probe: value @ u, float32 [rows].
+        key_probe: key @ v, float64 [rows].
+        value_probe: value @ u, float64 [rows].
     """
 
     __slots__ = (
@@ -167,14 +167,14 @@ class LayerCapture:
         weight = self.weight
         if not (torch.is_grad_enabled() and weight.requires_grad and output.requires_grad):
             return
-        if self._kind.weight(self.module) is not weight:
-            return  # functional_call and the like: not the recorded parameter
         given = self._kind.input(args, kwargs)
         rows = given.numel() // self.spec.d_in
         if rows == 0:
             return
         node = self._kind.node(output, weight)
         if node is None:
+            if self._kind.weight(self.module) is not weight:
+                return  # functional_call and the like: not the recorded parameter
             raise CaptureError(
                 f"layer {self.spec.name!r} ran, but its output does not come from a product with "
                 f"its weight (autograd node {output.grad_fn}); leave it out with "
@@ -183,7 +183,7 @@ class LayerCapture:
         if not self._attached:  # not before: a frozen parameter takes no hook
             self._attached = True
             self._handles.append(weight.register_post_accumulate_grad_hook(self._accumulated))
-        if torch.is_autocast_enabled(given.device.type):
+        if output.dtype is not weight.dtype:
             self.autocast = True
         key = self._tape.pool.take(rows, self.spec.d_in)
         key.copy(given)
@@ -192,7 +192,7 @@ class LayerCapture:
             self._tape.annotations.current,
             tuple(given.shape[:-1]),
             key,
-            key.times(self._v),
+            row_dots(key.array, self._v),
         )
         node.register_prehook(lambda gradients: self._backward(item, gradients[0]))
 
@@ -213,7 +213,7 @@ class LayerCapture:
             self.carried = True
         value = self._tape.pool.take(item.rows, self.spec.d_out)
         value.copy_negated(gradient)
-        probe = value.times(self._u)
+        probe = row_dots(value.array, self._u)
         self._tape.defer(self, lambda: self._commit(item, value, probe))
 
     def _commit(self, item: Pass, value: Buffer, probe: np.ndarray) -> None:

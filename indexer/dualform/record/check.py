@@ -1,8 +1,10 @@
 """Do the recorded rows add up to the gradient?
 
 Freivalds' test with private random vectors u and v, fixed for the run: u'Gv of the gradient at the
-step, against the rows' sum of (u.e)(x.v). A failed test is confirmed on the whole gradient in
-float64 before a layer is called inexact.
+step, against the rows' sum of (u.e)(x.v). Of a large gradient each step reads one part, in a
+private random order that comes round every `PARTS` steps (docs/decisions/0003-checks.md says what
+this costs and what it can miss). A failed test is confirmed on the whole gradient in float64
+before a layer is called inexact.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dualform.record.buffers import dot, matrix_times
+from dualform.record.buffers import dot, row_dots
 from dualform.record.capture import Pass
 from dualform.record.watch import GradientWatch
 
@@ -24,6 +26,10 @@ SCREEN = 5e-6
 TOLERANCE = 3e-6
 """Largest |G - sum e x'| / (|E| |X|), Frobenius norms, that float32 backward passes explain."""
 
+PARTS = 8
+"""In how many parts a large gradient is read."""
+
+_LARGE = 65_536
 _CHUNK = 4096
 
 
@@ -35,7 +41,8 @@ class Verdict:
         took_part: There is a gradient.
         zeroed: The gradient is zero, though backward brought something else.
         scale: See `LedgerRow.scale`.
-        probe: u'Gv for a weight, u.g for a bias, of the gradient at the step, float64.
+        probe: u'Gv for a weight, u.g for a bias, of the gradient at the step, float64: by the rows
+            for a weight, read for a bias.
         fault: What is wrong, or None: "mismatch", "clipped", "edited" or "not finite".
     """
 
@@ -55,7 +62,8 @@ class Sides:
     Attributes:
         weight: -sum (u.e)(x.v).
         bias: -sum u.e.
-        weight_size: An estimate of |E| |X|, Frobenius norms: the scale of rounding errors.
+        key_size: An estimate of |X|, Frobenius norm.
+        weight_size: An estimate of |E| |X|: the scale of rounding errors.
         bias_size: An estimate of |E| sqrt(rows).
     """
 
@@ -72,6 +80,7 @@ class Sides:
             squares += dot(e, e)
             keys += dot(x, x)
             rows += len(e)
+        self.key_size = math.sqrt(keys)
         self.weight_size = math.sqrt(squares * keys)
         self.bias_size = math.sqrt(squares * rows)
 
@@ -85,20 +94,24 @@ class GradientCheck:
         random: A generator of the recorder's own, so that training's random state stays as it is.
 
     Attributes:
-        u: float32 [d_out], standard normal.
-        v: float32 [d_in], standard normal.
+        u: float32 [d_out], standard normal, on the host.
+        v: float32 [d_in], standard normal, on the host.
     """
 
     def __init__(self, d_in: int, d_out: int, random: np.random.Generator) -> None:
         self.u = random.standard_normal(d_out, np.float32)
         self.v = random.standard_normal(d_in, np.float32)
         self._u64 = self.u.astype(np.float64)
+        self._random = random
+        parts = PARTS if d_in * d_out >= _LARGE and d_out >= PARTS else 1
+        bounds = [d_out * part // parts for part in range(parts + 1)]
+        self._parts = [slice(*pair) for pair in zip(bounds, bounds[1:], strict=False)]
+        self._order: list[int] = []
 
     def probe(self, tensor: torch.Tensor) -> float:
         """u'Tv for a matrix, u.t for a vector."""
-        if tensor.dim() == 2:
-            return dot(matrix_times(tensor, self.v), self._u64)
-        return dot(tensor.detach().cpu().numpy().astype(np.float64), self._u64)
+        host = _host(tensor)
+        return dot(row_dots(host, self.v) if host.ndim == 2 else host, self._u64)
 
     def weight(self, grad: torch.Tensor, watch: GradientWatch, sides: Sides) -> Verdict:
         """Test the weight's gradient, float32 [d_out, d_in], at the step.
@@ -108,9 +121,11 @@ class GradientCheck:
             watch: What backward left of it.
             sides: What the rows say.
         """
-        probe = self.probe(grad)
-        if abs(probe - sides.weight) <= SCREEN * sides.weight_size and watch.untouched(grad):
-            return Verdict(True, probe=probe)
+        part = self._next_part()
+        probe = dot(row_dots(_host(grad[part]), self.v), self._u64[part])
+        total, size = self._of_part(part, sides)
+        if abs(probe - total) <= SCREEN * size and watch.untouched(grad):
+            return Verdict(True, probe=sides.weight)
         if probe == 0.0 and watch.zeroed(grad):
             return Verdict(True, zeroed=True)
         if not math.isfinite(probe):
@@ -121,12 +136,13 @@ class GradientCheck:
         if math.isnan(factor):  # the sample was zero: take the factor from all rows
             factor = _regression(grad, _weight_rows(sides.passes, grad.shape))
         if not scale.uniform:
-            return Verdict(True, False, factor, probe, "clipped" if scale.plateau else "edited")
-        if abs(probe - factor * sides.weight) > SCREEN * abs(factor) * sides.weight_size:
+            fault = "clipped" if scale.plateau else "edited"
+            return Verdict(True, False, factor, factor * sides.weight, fault)
+        if abs(probe - factor * total) > SCREEN * abs(factor) * size:
             rows, norms = _weight_rows(sides.passes, grad.shape), _weight_norms(sides.passes)
             if not _relative(grad, factor * rows, abs(factor) * norms) <= TOLERANCE:
-                return Verdict(True, False, factor, probe, "mismatch")
-        return Verdict(True, False, factor, probe)
+                return Verdict(True, False, factor, factor * sides.weight, "mismatch")
+        return Verdict(True, False, factor, factor * sides.weight)
 
     def bias(self, grad: torch.Tensor, sides: Sides, scale: float) -> Verdict:
         """Test the bias's gradient, float32 [d_out], at the step.
@@ -150,6 +166,28 @@ class GradientCheck:
         magnitude = grad.detach().abs()
         plateau = int((magnitude == magnitude.max()).sum()) > 1
         return Verdict(True, False, 1.0, probe, "clipped" if plateau else "mismatch")
+
+    def _next_part(self) -> slice:
+        if not self._order:
+            self._order = self._random.permutation(len(self._parts)).tolist()
+        return self._parts[self._order.pop()]
+
+    def _of_part(self, part: slice, sides: Sides) -> tuple[float, float]:
+        """The rows' side for these rows of the gradient, and its size."""
+        if len(self._parts) == 1:
+            return sides.weight, sides.weight_size
+        total = squares = 0.0
+        for item in sides.passes:
+            assert item.value is not None
+            e = row_dots(item.value.array[:, part], self.u[part])
+            total -= dot(e, item.key_probe)
+            squares += dot(e, e)
+        return total, math.sqrt(squares) * sides.key_size
+
+
+def _host(tensor: torch.Tensor) -> np.ndarray:
+    host: np.ndarray = tensor.detach().cpu().numpy()
+    return host
 
 
 def _weight_rows(passes: Sequence[Pass], shape: torch.Size) -> torch.Tensor:

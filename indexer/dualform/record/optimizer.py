@@ -9,6 +9,8 @@ import torch
 
 from dualform.store.ledger import LedgerRow
 
+_Settings = tuple[float, float, float, bool, float, bool]
+
 
 class OptimizerView:
     """Reads one optimizer, whose groups may change while training runs.
@@ -24,6 +26,7 @@ class OptimizerView:
         self._key: tuple[tuple[int, int], ...] = ()
         self._groups: list[dict[str, Any]] = []
         self._group_of: dict[torch.Tensor, int] = {}
+        self._settings: list[_Settings] = []
 
     def holds(self, parameter: torch.Tensor) -> bool:
         """Whether the optimizer updates this parameter."""
@@ -43,21 +46,9 @@ class OptimizerView:
         index = self._group_of.get(parameter)
         if index is None:
             return LedgerRow(step, name, lr=0.0, took_part=False)
-        group = self._groups[index]
-        momentum = float(group.get("momentum", 0.0)) if self.exact else 0.0
-        return LedgerRow(
-            step=step,
-            parameter=name,
-            lr=float(group["lr"]),
-            momentum=momentum,
-            dampening=float(group.get("dampening", 0.0)),
-            nesterov=bool(group.get("nesterov", False)),
-            weight_decay=float(group.get("weight_decay", 0.0)),
-            maximize=bool(group.get("maximize", False)),
-            scale=scale,
-            took_part=took_part,
-            first=took_part and momentum != 0 and self.momentum(parameter) is None,
-        )
+        settings = self._settings[index]
+        first = took_part and settings[1] != 0 and self.momentum(parameter) is None
+        return LedgerRow(step, name, *settings, scale, took_part, first)
 
     def refresh(self) -> None:
         """Look at the groups again; due once per step."""
@@ -66,3 +57,15 @@ class OptimizerView:
         if key != self._key:
             self._key, self._groups = key, list(groups)
             self._group_of = {p: i for i, group in enumerate(groups) for p in group["params"]}
+        self._settings = [self._read(group) for group in groups]
+
+    def _read(self, group: Mapping[str, Any]) -> _Settings:
+        """lr, momentum, dampening, nesterov, weight_decay, maximize: the ledger's order."""
+        return (
+            float(group["lr"]),
+            float(group.get("momentum", 0.0)) if self.exact else 0.0,
+            float(group.get("dampening", 0.0)),
+            bool(group.get("nesterov", False)),
+            float(group.get("weight_decay", 0.0)),
+            bool(group.get("maximize", False)),
+        )

@@ -183,7 +183,6 @@ class Recorder:
 
         return args[:1], {**kwargs, "closure": evaluate}
 
-    @torch.no_grad()
     @np.errstate(all="ignore")
     def _prepare(self) -> None:
         """Close the accumulation: judge the gradients, build the step. Weights are as before."""

@@ -82,5 +82,6 @@ class GradientWatch:
     def _rows(self, grad: torch.Tensor) -> np.ndarray:
         grad = grad.detach()
         if grad.is_cpu and grad.dtype is torch.float32:
-            return grad.numpy()[:: self._stride]
+            rows: np.ndarray = grad.numpy()
+            return rows[:: self._stride]
         return np.asarray(grad[:: self._stride].double().cpu().numpy())
