@@ -87,6 +87,34 @@ def test_sums_match_float64(
         assert sums.counts[g] == own.sum()
 
 
+def test_sums_of_whole_runs_need_no_scan(index: Index, arrays: dict[str, np.ndarray]) -> None:
+    def stop() -> bool:
+        raise AssertionError("a tile was read")
+
+    label = comparison("label", pb.OPERATOR_GE, 2)
+    whole = index.sums("fc", arrays["queries"], "label", stop=stop)
+    kept = index.sums("fc", arrays["queries"], "label", where=label, stop=stop)
+    np.testing.assert_array_equal(kept.values[:, 2:], whole.values[:, 2:])
+    assert not kept.values[:, :2].any()
+    # Queries and keys without a sign to drop: the absolute sum is the signed one.
+    assert not index.layers["fc"].nonnegative
+    with pytest.raises(AssertionError, match="a tile was read"):
+        index.sums("fc", arrays["queries"], "label", absolute=True, stop=stop)
+
+
+def test_absolute_sums_of_keys_without_sign(tmp_path: Path, arrays: dict[str, np.ndarray]) -> None:
+    keys, label = np.abs(arrays["keys"]), arrays["label"]
+    path = make_index(tmp_path, keys, None, shard_rows=900, label=label.tolist())
+    with Index.open(path, device="cpu") as index:
+        assert index.layers["fc"].nonnegative
+        for queries in (np.abs(arrays["queries"]), arrays["queries"]):
+            sums = index.sums("fc", queries, "label", absolute=True)
+            weights = np.abs(queries.astype(np.float64) @ keys.T.astype(np.float64))
+            for g in range(4):
+                expected = weights[:, label == g].sum(1)
+                np.testing.assert_allclose(sums.values[:, g], expected, rtol=1e-6)
+
+
 def test_filtered_sums(index: Index, arrays: dict[str, np.ndarray]) -> None:
     sums = index.sums(
         "fc", arrays["queries"], "label", where=comparison("step", pb.OPERATOR_LT, 30)
@@ -202,7 +230,7 @@ def test_a_caller_who_gave_up_stops_the_scan(index: Index, arrays: dict[str, np.
         return asked > 1
 
     for ask in (
-        lambda: index.sums("fc", arrays["queries"], "label", stop=stop),
+        lambda: index.sums("fc", arrays["queries"], "user", stop=stop),
         lambda: index.dual_output("fc", arrays["queries"], stop=lambda: True),
         lambda: index.top_k("fc", arrays["queries"], 5, order="absolute", stop=lambda: True),
         lambda: index.top_k("fc", arrays["queries"], 5, stop=lambda: True),

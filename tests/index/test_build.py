@@ -105,7 +105,7 @@ def test_what_is_no_recording_is_refused_and_leaves_nothing(tmp_path: Path) -> N
 def test_without_values(tmp_path: Path, arrays: dict[str, np.ndarray]) -> None:
     build(tmp_path, arrays, 300)
     build_index(tmp_path / "recording", tmp_path / "bare", values=False)
-    assert list((tmp_path / "bare").rglob("*.npy")) == []
+    assert list((tmp_path / "bare").rglob("*.values.npy")) == []
     assert not IndexManifest.load(tmp_path / "bare").layers["fc"].values
 
 

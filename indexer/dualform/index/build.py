@@ -26,7 +26,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from safetensors.numpy import save as save_safetensors
 
-from dualform.index.norms import KeyNorms
+from dualform.index.key_facts import KeyFacts
 from dualform.index.shards import ShardFile, ShardWriter
 from dualform.index.sketch import MIN_D_IN, SAMPLE_ROWS, leading_directions, sketch
 from dualform.store.errors import ExistsError
@@ -39,7 +39,7 @@ from dualform.store.index import (
     RowSpace,
     SpaceShard,
     layer_directory,
-    npy_header,
+    runs,
 )
 from dualform.store.ledger import to_parquet
 from dualform.store.recording import LayerSpec, PassRecord, Recording
@@ -139,15 +139,18 @@ class _PendingShard:
     keys: Future[FileEntry]
     values: Future[FileEntry] | None
     sketch: FileEntry | None
-    norms: KeyNorms
+    sums: FileEntry | None
+    facts: KeyFacts
 
     def result(self) -> LayerShard:
         return LayerShard(
             keys=self.keys.result(),
             values=None if self.values is None else self.values.result(),
             sketch=self.sketch,
-            max_norm=self.norms.max_norm,
-            nonfinite=self.norms.nonfinite(),
+            sums=self.sums,
+            nonnegative=self.facts.nonnegative,
+            max_norm=self.facts.max_norm,
+            nonfinite=self.facts.nonfinite(),
         )
 
 
@@ -189,10 +192,10 @@ class _Build:
                 step = self._rows_per_shard(space)
                 for start in range(0, space.rows, step):
                     stop = min(start + step, space.rows)
-                    positions = self._write_sidecar(number, space, start, stop)
+                    positions, run_starts = self._write_sidecar(number, space, start, stop)
                     for name in space.layers:
                         shard = self._write_layer(
-                            writer, layers[name], space, positions, start, stop
+                            writer, layers[name], space, positions, run_starts, start, stop
                         )
                         pending[name].append(shard)
         self._finish({name: tuple(p.result() for p in own) for name, own in pending.items()})
@@ -211,12 +214,24 @@ class _Build:
         ]
         return max(sizes, default=0) + 4096
 
-    def _write_sidecar(self, number: int, space: _Space, start: int, stop: int) -> np.ndarray:
-        """Write the sidecar of rows [start, stop); return each row's position inside the shard."""
+    def _write_sidecar(
+        self, number: int, space: _Space, start: int, stop: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Write the sidecar of rows [start, stop).
+
+        Returns:
+            Each row's position inside the shard, and where the runs of (task, label) start.
+        """
         passes = space.passes_in(start, stop)
         table = self._source.read_rows([space.blocks[i] for i in passes])
         table = table.slice(start - int(space.starts[passes[0]]), stop - start)
-        order = _grouped_order(table)
+        codes = {
+            name: group(table[name].combine_chunks()).codes
+            for name in ("label", "task")
+            if name in table.column_names
+        }
+        order = np.lexsort(list(codes.values())) if codes else np.arange(len(table))
+        task, label = (codes[name][order] if name in codes else None for name in ("task", "label"))
         row = pa.array(np.arange(start, stop)[order])
         table = table.take(pa.array(order)).combine_chunks().add_column(0, "row", row)
         sink = io.BytesIO()
@@ -228,7 +243,7 @@ class _Build:
         )
         positions = np.empty(stop - start, np.int64)
         positions[order] = np.arange(stop - start)
-        return positions
+        return positions, runs(task, label, stop - start)
 
     def _write_layer(
         self,
@@ -236,11 +251,12 @@ class _Build:
         layer: LayerSpec,
         space: _Space,
         positions: np.ndarray,
+        run_starts: np.ndarray,
         start: int,
         stop: int,
     ) -> _PendingShard:
         """Fill and hand over the layer's keys, then its values, of rows [start, stop)."""
-        norms = KeyNorms(stop - start)
+        facts = KeyFacts(stop - start, layer.d_in, run_starts)
         directions = self._directions[layer.name]
         sketches = None
         if directions is not None:
@@ -259,7 +275,7 @@ class _Build:
         def fill_keys(file: ShardFile) -> None:
             for where, rows in pieces(layer.d_in, values=False):
                 file.put(where, rows)
-                norms.add(where, rows)
+                facts.add(where, rows)
                 if sketches is not None and directions is not None:
                     sketches[where] = sketch(rows, directions)
 
@@ -273,7 +289,10 @@ class _Build:
         if self._values:
             values = writer.values(f"{stem}.values.npy", rows, layer.d_out, fill_values)
         entry = None if sketches is None else self._write_array(f"{stem}.sketch.npy", sketches)
-        return _PendingShard(keys, values, entry, norms)
+        sums = None
+        if facts.sums is not None:
+            sums = self._write_array(f"{stem}.sums.npy", facts.sums)
+        return _PendingShard(keys, values, entry, sums, facts)
 
     def _find_directions(self, layer: LayerSpec) -> np.ndarray | None:
         """The directions of the layer's sketches, from passes spread over the whole recording."""
@@ -290,8 +309,9 @@ class _Build:
         return leading_directions(sample) if sample else None
 
     def _write_array(self, name: str, array: np.ndarray) -> FileEntry:
-        data = npy_header(*array.shape) + array.tobytes()
-        entry = write_atomic(self._directory / name, data)
+        sink = io.BytesIO()
+        np.save(sink, array, allow_pickle=False)
+        entry = write_atomic(self._directory / name, sink.getvalue())
         return FileEntry(name, entry.bytes, entry.xxh3)
 
     def _read(self, record: PassRecord, d: int, *, values: bool) -> np.ndarray:
@@ -383,13 +403,3 @@ def _row_spaces(source: Recording) -> list[_Space]:
             spaces[key] = _Space([], blocks, starts)
         spaces[key].layers.append(name)
     return list(spaces.values())
-
-
-def _grouped_order(table: pa.Table) -> np.ndarray:
-    """Row numbers sorted by (task, label), nulls last, in row order inside a group."""
-    keys = [
-        group(table[name].combine_chunks()).codes
-        for name in ("label", "task")
-        if name in table.column_names
-    ]
-    return np.lexsort(keys) if keys else np.arange(len(table))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import pyarrow as pa
@@ -20,6 +21,11 @@ class Grouping:
 
     values: pa.Array
     codes: np.ndarray
+
+    @cached_property
+    def counts(self) -> np.ndarray:
+        """int64 [groups]: rows per group."""
+        return np.bincount(self.codes, minlength=len(self.values)).astype(np.int64)
 
 
 def group(column: pa.Array) -> Grouping:

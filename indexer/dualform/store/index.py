@@ -39,11 +39,16 @@ class LayerShard:
         max_norm: Upper bound of the finite keys' Euclidean norms.
         nonfinite: Half-open ranges of positions inside the shard whose key is not finite.
         sketch: .npy file, float32 [n, m + 1], the keys' sketches, or None without any.
+        sums: .npy file, float64 [runs, d_in], the sum of the keys of each run of rows with the same
+            (task, label), in order; None where runs are too many.
+        nonnegative: No key has a negative number.
     """
 
     keys: FileEntry
     values: FileEntry | None
     sketch: FileEntry | None
+    sums: FileEntry | None
+    nonnegative: bool
     max_norm: float
     nonfinite: tuple[tuple[int, int], ...]
 
@@ -170,6 +175,24 @@ def npy_header(rows: int, d: int) -> bytes:
     return data
 
 
+def runs(task: np.ndarray | None, label: np.ndarray | None, rows: int) -> np.ndarray:
+    """Where the runs of rows with the same (task, label) start, in a shard's order.
+
+    Args:
+        task, label: Group codes [rows], or None for a column that is not there.
+        rows: Number of rows.
+
+    Returns:
+        int64 [runs], ascending, the first 0 unless there are no rows.
+    """
+    new = np.zeros(rows, bool)
+    new[:1] = True
+    for codes in (task, label):
+        if codes is not None:
+            new[1:] |= codes[1:] != codes[:-1]
+    return np.flatnonzero(new)
+
+
 def _manifest(data: dict[str, Any]) -> IndexManifest:
     layers = [_layer(layer) for layer in data["layers"]]
     spaces = tuple(
@@ -212,6 +235,8 @@ def _layer(data: dict[str, Any]) -> IndexLayer:
                 keys=FileEntry.from_json(s["keys"]),
                 values=_entry(s["values"]),
                 sketch=_entry(s["sketch"]),
+                sums=_entry(s["sums"]),
+                nonnegative=bool(s["nonnegative"]),
                 max_norm=float(s["max_norm"]),
                 nonfinite=tuple((int(a), int(b)) for a, b in s["nonfinite"]),
             )

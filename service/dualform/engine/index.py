@@ -47,6 +47,9 @@ class Layer:
         shards: Its shards, in order of position.
         finite: bool [rows], by position: which keys are finite.
         directions: float32 [m, d_in], the P of its sketches; None without any.
+        run_sums: float64 [runs, d_in], sum of the keys of each of the space's runs, or None.
+        nonnegative: No key has a negative number.
+        nonfinite: Number of keys that are not finite.
     """
 
     manifest: IndexLayer
@@ -54,6 +57,9 @@ class Layer:
     shards: tuple[Shard, ...]
     finite: np.ndarray = field(repr=False)
     directions: torch.Tensor | None = field(repr=False)
+    run_sums: np.ndarray | None = field(repr=False)
+    nonnegative: bool
+    nonfinite: int
 
     @property
     def name(self) -> str:
@@ -297,9 +303,9 @@ class Index:
         grouping = own.space.grouping(group_by)
         mask = own.space.select(where)
         with self._guarded():
-            totals = sums.scan(own, query, grouping, absolute, mask, self._device, stop)
-        counts = np.bincount(grouping.codes[mask], minlength=len(grouping.values))
-        return Sums(grouping.values, totals, counts.astype(np.int64), _coverage(own, mask))
+            totals = sums.total_weights(own, query, group_by, absolute, mask, self._device, stop)
+        counts = own.space.count(group_by, mask)
+        return Sums(grouping.values, totals, counts, _coverage(own, mask))
 
     def dual_output(
         self,
@@ -342,8 +348,8 @@ class Index:
         if grouping is None:
             totals = totals[:, 0] + initial
         else:
-            counts = np.bincount(grouping.codes[mask], minlength=len(grouping.values))
-            counts = counts.astype(np.int64)
+            assert group_by is not None
+            counts = own.space.count(group_by, mask)
         return DualOutput(
             values=totals.astype(np.float32),
             initial=initial.astype(np.float32),
@@ -385,7 +391,7 @@ class Index:
         for layer in self._manifest.layers.values():
             entries += [layer.directions, layer.initial, layer.final]
             for shard in layer.shards:
-                entries += [shard.keys, shard.values, shard.sketch]
+                entries += [shard.keys, shard.values, shard.sketch, shard.sums]
         with self._guarded():
             for entry in entries:
                 if stop is not None and stop():
@@ -408,8 +414,7 @@ class Index:
         space = self._manifest.spaces[layer.space]
         directions = None
         if layer.directions is not None:
-            data = read_checked(self.path, layer.directions, REBUILD)
-            directions = torch.from_numpy(np.load(io.BytesIO(data), allow_pickle=False))
+            directions = self._read_array(layer.directions)
         shards = []
         for place, own in zip(space.shards, layer.shards, strict=True):
             keys = ShardFile(self.path, own.keys, place.rows, layer.d_in, "keys")
@@ -423,9 +428,29 @@ class Index:
             shards.append(
                 Shard(place.start, place.rows, keys, values, sketch, own.max_norm, own.nonfinite)
             )
-        finite_parts = [shard.finite() for shard in shards]
-        finite = np.concatenate(finite_parts or [np.ones(0, bool)])
-        return Layer(layer, rows, tuple(shards), finite, directions)
+        finite = np.concatenate([np.ones(0, bool), *(shard.finite() for shard in shards)])
+        return Layer(
+            layer,
+            rows,
+            tuple(shards),
+            finite,
+            directions,
+            self._read_run_sums(layer),
+            all(own.nonnegative for own in layer.shards),
+            int(np.count_nonzero(~finite)),
+        )
+
+    def _read_run_sums(self, layer: IndexLayer) -> np.ndarray | None:
+        parts = [np.zeros((0, layer.d_in))]
+        for shard in layer.shards:
+            if shard.sums is None:
+                return None
+            parts.append(self._read_array(shard.sums).numpy())
+        return np.concatenate(parts)
+
+    def _read_array(self, entry: FileEntry) -> torch.Tensor:
+        data = read_checked(self.path, entry, REBUILD)
+        return torch.from_numpy(np.load(io.BytesIO(data), allow_pickle=False))
 
     def _state(self, entry: FileEntry) -> dict[str, np.ndarray]:
         return dict(load_safetensors(read_checked(self.path, entry, REBUILD)))
@@ -507,6 +532,8 @@ def _checked(queries: np.ndarray, layer: IndexLayer) -> torch.Tensor:
 
 
 def _coverage(layer: Layer, mask: np.ndarray) -> Coverage:
+    if mask is layer.space.everything:
+        return Coverage(layer.rows, layer.rows, layer.nonfinite)
     rows = int(np.count_nonzero(mask))
     return Coverage(rows, layer.space.total, rows - int(np.count_nonzero(mask & layer.finite)))
 

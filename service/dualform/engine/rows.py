@@ -19,7 +19,7 @@ from dualform.engine.filters import evaluate
 from dualform.store.errors import DamagedError
 from dualform.store.files import read_checked
 from dualform.store.grouping import Grouping, group
-from dualform.store.index import REBUILD, RowSpace
+from dualform.store.index import REBUILD, RowSpace, runs
 from dualform.v1 import attribution_pb2 as pb
 
 
@@ -31,6 +31,9 @@ class Rows:
         starts: int64 [shards + 1], the position at which each shard starts.
         ids: int64 [total], the row id at each position.
         columns: Metadata columns by name, [total], by position.
+        everything: bool [total], all true, and only to be read: no filter.
+        run_starts: int64 [runs], where runs of rows with the same (task, label) start, shard by
+            shard; a run never crosses shards.
     """
 
     def __init__(self, directory: Path, space: RowSpace) -> None:
@@ -58,8 +61,17 @@ class Rows:
             name: table[name].combine_chunks() for name in table.column_names if name != "row"
         }
         self.steps = self.columns["step"].to_numpy(zero_copy_only=False).astype(np.int64)
+        self.everything = np.ones(self.total, bool)
+        self.everything.flags.writeable = False
         self._groupings: dict[str, Grouping] = {}
-        self._lock = threading.Lock()
+        self._run_codes: dict[str, np.ndarray] = {}
+        self._lock = threading.RLock()
+        task, label = (
+            self.grouping(name).codes if name in self.columns else None
+            for name in ("task", "label")
+        )
+        starts = runs(task, label, self.total)
+        self.run_starts = np.union1d(starts, self.starts[:-1])
 
     def grouping(self, column: str) -> Grouping:
         """Group rows by a column.
@@ -84,10 +96,26 @@ class Rows:
         Returns:
             bool [total], by position.
         """
-        mask = np.ones(self.total, bool) if where is None else evaluate(where, self.columns)
-        if before_step is not None:
-            mask &= self.steps < before_step
-        return mask
+        mask = self.everything if where is None else evaluate(where, self.columns)
+        return mask if before_step is None else mask & (self.steps < before_step)
+
+    def count(self, column: str, selected: np.ndarray) -> np.ndarray:
+        """int64 [groups]: how many of the selected rows, bool [total], each group has."""
+        grouping = self.grouping(column)
+        if selected is self.everything:
+            return grouping.counts
+        counts = np.bincount(grouping.codes[selected], minlength=len(grouping.values))
+        return counts.astype(np.int64)
+
+    def run_codes(self, column: str) -> np.ndarray:
+        """The group of each run's rows, int32 [runs]; -1 where a run has rows of several."""
+        grouping = self.grouping(column)
+        with self._lock:
+            if column not in self._run_codes:
+                low = np.minimum.reduceat(grouping.codes, self.run_starts)
+                high = np.maximum.reduceat(grouping.codes, self.run_starts)
+                self._run_codes[column] = np.where(low == high, low, np.int32(-1))
+            return self._run_codes[column]
 
     def take(self, positions: np.ndarray) -> dict[str, pa.Array]:
         """Every column at these positions [n]; null where a position is negative."""

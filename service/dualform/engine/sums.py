@@ -1,4 +1,9 @@
-"""Total attention weight per group: float32 weights per tile, added in float64."""
+"""Total attention weight per group: float32 weights per tile, added in float64.
+
+A signed sum is linear in the key: where all rows of a run take part and belong to one group, one
+product with the run's stored key sum stands for them. Likewise an absolute sum where neither keys
+nor query have a sign to drop.
+"""
 
 from __future__ import annotations
 
@@ -48,22 +53,40 @@ class GroupSum:
         for group, first, last in found.spans:
             self._totals[group] += weights[:, first:last].sum(1, dtype=torch.float64)
 
+    def add_runs(self, groups: np.ndarray, weights: np.ndarray) -> None:
+        """Take whole runs: their groups, int32 [runs], and total weights, float64 [n, runs]."""
+        parts = torch.from_numpy(np.ascontiguousarray(weights.T)).to(self._totals.device)
+        self._totals.index_add_(0, torch.from_numpy(groups).to(self._totals.device), parts)
+
     def result(self) -> np.ndarray:
         """float64 [n, groups]."""
         return np.ascontiguousarray(self._totals.T.cpu().numpy())
 
 
-def scan(
+def total_weights(
     layer: Layer,
     queries: torch.Tensor,
-    grouping: Grouping,
+    group_by: str,
     absolute: bool,
     selected: np.ndarray,
     device: torch.device,
     stop: Stop | None,
 ) -> np.ndarray:
     """Sums of the selected rows, bool [total]; float64 [n, groups]."""
+    grouping = layer.space.grouping(group_by)
     total = GroupSum(len(queries), grouping, absolute, device)
+    run_sums = layer.run_sums
+    signless = layer.nonnegative and bool((queries >= 0).all())
+    if run_sums is not None and (signless or not absolute):
+        codes, whole = layer.space.run_codes(group_by), np.array(True)
+        if selected is not layer.space.everything:
+            whole = np.logical_and.reduceat(selected, layer.space.run_starts)
+        usable = (codes >= 0) & whole
+        total.add_runs(codes[usable], queries.double().numpy() @ run_sums[usable].T)
+        if usable.all():
+            return total.result()
+        lengths = np.diff(layer.space.run_starts, append=layer.rows)
+        selected = selected & ~np.repeat(usable, lengths)
     norms = torch.linalg.vector_norm(queries.double(), dim=1)
     own = queries.to(device)
     for shard in layer.shards:
