@@ -104,13 +104,14 @@ class Buffer:
 def row_dots(matrix: np.ndarray, vector: np.ndarray) -> np.ndarray:
     """matrix @ vector, float64 [rows], summed in float32 in the calling thread.
 
+    To be called with NumPy's warnings off: infinite keys are recorded, not warned of.
+
     NumPy's BLAS has threads of its own, which spin against torch's: it is kept out of this.
     """
     if matrix.nbytes >= _PARALLEL_BYTES:
         product = torch.mv(torch.from_numpy(matrix), torch.from_numpy(vector)).numpy()
     else:
-        with np.errstate(all="ignore"):  # infinite keys are recorded, not warned of
-            product = _vecdot(matrix, vector)
+        product = _vecdot(matrix, vector)
     return np.asarray(product.astype(np.float64))
 
 

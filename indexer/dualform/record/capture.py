@@ -187,13 +187,11 @@ class LayerCapture:
             self.autocast = True
         key = self._tape.pool.take(rows, self.spec.d_in)
         key.copy(given)
-        item = Pass(
-            next(self._tape.numbers),
-            self._tape.annotations.current,
-            tuple(given.shape[:-1]),
-            key,
-            row_dots(key.array, self._v),
-        )
+        with np.errstate(all="ignore"):
+            probe = row_dots(key.array, self._v)
+        tape = self._tape
+        annotation, leading = tape.annotations.current, tuple(given.shape[:-1])
+        item = Pass(next(tape.numbers), annotation, leading, key, probe)
         node.register_prehook(lambda gradients: self._backward(item, gradients[0]))
 
     def _backward(self, item: Pass, gradient: torch.Tensor | None) -> None:
@@ -213,7 +211,8 @@ class LayerCapture:
             self.carried = True
         value = self._tape.pool.take(item.rows, self.spec.d_out)
         value.copy_negated(gradient)
-        probe = row_dots(value.array, self._u)
+        with np.errstate(all="ignore"):
+            probe = row_dots(value.array, self._u)
         self._tape.defer(self, lambda: self._commit(item, value, probe))
 
     def _commit(self, item: Pass, value: Buffer, probe: np.ndarray) -> None:

@@ -9,6 +9,7 @@ before a layer is called inexact.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -105,7 +106,7 @@ class GradientCheck:
         self._random = random
         parts = PARTS if d_in * d_out >= _LARGE and d_out >= PARTS else 1
         bounds = [d_out * part // parts for part in range(parts + 1)]
-        self._parts = [slice(*pair) for pair in zip(bounds, bounds[1:], strict=False)]
+        self._parts = [slice(*pair) for pair in itertools.pairwise(bounds)]
         self._order: list[int] = []
 
     def probe(self, tensor: torch.Tensor) -> float:
@@ -186,7 +187,8 @@ class GradientCheck:
 
 
 def _host(tensor: torch.Tensor) -> np.ndarray:
-    host: np.ndarray = tensor.detach().cpu().numpy()
+    tensor = tensor.detach()
+    host: np.ndarray = (tensor if tensor.is_cpu else tensor.cpu()).numpy()
     return host
 
 

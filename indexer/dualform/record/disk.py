@@ -107,9 +107,9 @@ class DiskSink:
         due = time.monotonic() - self._handed_over >= self._commit_seconds
         if due or self._batch_bytes >= min(_WRITE_BYTES, self._segment_bytes):
             self._hand_over()
-        with self._condition:
-            while self._waiting_bytes > self._queue_bytes and self._error is None:
-                self._condition.wait()
+            with self._condition:
+                while self._waiting_bytes > self._queue_bytes and self._error is None:
+                    self._condition.wait()
 
     def add_examples(
         self, ids: Sequence[int] | Sequence[str], kinds: Sequence[str], data: Sequence[bytes]

@@ -143,7 +143,8 @@ class Recorder:
         self._tape.discard()
         for layer in self._layers:
             layer.capture.detach()
-            self._mark(layer, layer.check_weights(self._step))
+            with np.errstate(all="ignore"):
+                self._mark(layer, layer.check_weights(self._step))
         self._sink.close(self._state(), tuple(self._marks))
 
     def __enter__(self) -> Recorder:

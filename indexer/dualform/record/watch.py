@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-_SAMPLE = 8_192  # elements: the norm ratio of float32 numbers is then good to about 4e-10
+# Elements of the sample: the norm ratio of float32 numbers is then good to about 1e-9, and 4e-10
+# from the first scaled gradient on. Loops that never scale need not pay for the larger one.
+_FEW, _MANY = 1_024, 8_192
 _ROUNDINGS = 8 * 2.0**-24  # unscaling, clipping and averaging round once each
 
 
@@ -16,7 +18,7 @@ class Scale:
     """The gradient at the step, as a multiple of what backward accumulated.
 
     Attributes:
-        factor: The multiple; NaN where the sample held zeros alone and cannot tell.
+        factor: The multiple; NaN where the sample, empty or all zeros, cannot tell.
         uniform: Every element has it; otherwise no factor explains the change.
         plateau: Several elements share the largest magnitude, as after clipping by value.
     """
@@ -34,13 +36,14 @@ class GradientWatch:
     """
 
     def __init__(self, shape: torch.Size) -> None:
-        wanted = max(1, -(-_SAMPLE // max(1, shape[1:].numel())))
-        self._stride = max(1, shape[0] // wanted)
+        self._shape = shape
+        self._stride = self._next_stride = _stride(shape, _FEW)
         self._sample: np.ndarray | None = None
         self._version = self._pointer = -1
 
     def accumulated(self, grad: torch.Tensor) -> None:
         """Backward has just accumulated into `grad`."""
+        self._stride = self._next_stride
         self._sample = self._rows(grad).copy()
         self._version, self._pointer = grad._version, grad.data_ptr()
 
@@ -62,9 +65,10 @@ class GradientWatch:
     def scale(self, grad: torch.Tensor) -> Scale:
         """Compare the gradient with the sample, element by element in float64."""
         if self._sample is None:
-            return Scale(1.0)
+            return Scale(float("nan"))
         before = self._sample.astype(np.float64)
         now = self._rows(grad).astype(np.float64)
+        self._next_stride = _stride(self._shape, _MANY)
         norm = float(np.sqrt((before * before).sum()))
         if norm == 0.0:
             return Scale(float("nan"), uniform=not now.any())
@@ -85,3 +89,9 @@ class GradientWatch:
             rows: np.ndarray = grad.numpy()
             return rows[:: self._stride]
         return np.asarray(grad[:: self._stride].double().cpu().numpy())
+
+
+def _stride(shape: torch.Size, elements: int) -> int:
+    """Every how many rows one is taken, to get about so many elements."""
+    rows = max(1, -(-elements // max(1, shape[1:].numel())))
+    return max(1, shape[0] // rows)

@@ -29,24 +29,38 @@ class WeightProbe:
         self._state: Pair = (0.0, 0.0)
         self._size: Pair = (0.0, 0.0)
         self._noise: Pair = (0.0, 0.0)
+        self._steps: list[tuple[LedgerRow, float, float]] = []
 
     def reset(self, step: int, state: Sequence[Pair]) -> None:
         """Take the real (probe, norm) of the parameter and of its buffer as they are."""
         (w, w_size), (m, m_size) = state
         self.since = step
+        self._steps.clear()
         self._state, self._size = (w, m), (w_size, m_size)
         self._noise = (8 * _EPS * w_size, 8 * _EPS * m_size)
 
     def advance(self, row: LedgerRow, probe: float, size: float) -> None:
-        """Follow one step of the optimizer.
+        """Note one step of the optimizer, to be followed when it is needed.
 
         Args:
             row: The parameter's in the ledger.
             probe: Of the gradient that the optimizer saw.
             size: What its rounding errors are relative to.
         """
-        if not row.took_part:
-            return
+        if row.took_part:
+            self._steps.append((row, probe, size))
+
+    def agrees(self, state: Sequence[Pair]) -> bool:
+        """Whether the real (probe, norm) of parameter and buffer are as predicted."""
+        for step in self._steps:
+            self._follow(*step)
+        self._steps.clear()
+        return all(
+            abs(real - predicted) <= 4 * noise + 32 * _EPS * size
+            for (real, size), predicted, noise in zip(state, self._state, self._noise, strict=True)
+        )
+
+    def _follow(self, row: LedgerRow, probe: float, size: float) -> None:
         move, bound = _moves(
             row.lr,
             row.momentum,
@@ -60,13 +74,6 @@ class WeightProbe:
         self._size = w, m = _moved(*bound, self._size, size)
         noise_w, noise_m = _moved(*bound, self._noise, 8 * _EPS * size)
         self._noise = (noise_w + 4 * _EPS * w, noise_m + 4 * _EPS * m)
-
-    def agrees(self, state: Sequence[Pair]) -> bool:
-        """Whether the real (probe, norm) of parameter and buffer are as predicted."""
-        return all(
-            abs(real - predicted) <= 4 * noise + 32 * _EPS * size
-            for (real, size), predicted, noise in zip(state, self._state, self._noise, strict=True)
-        )
 
 
 @functools.lru_cache(maxsize=256)
