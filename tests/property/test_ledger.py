@@ -19,21 +19,12 @@ from torch import nn
 from dualform.record.optimizer import OptimizerView
 from dualform.store.ledger import Ledger, LedgerRow, from_parquet, to_parquet
 
+from . import scenarios
+
 TOLERANCE = 1e-10
+LR = (0.0, 1e-3, 0.03, 0.1)
 NAMES = ("weight", "bias")
 SHAPES = {"weight": (3, 4), "bias": (3,)}
-
-
-@dataclass(frozen=True)
-class Settings:
-    """A parameter group's at one step, as torch.optim.SGD names them."""
-
-    lr: float
-    momentum: float
-    dampening: float
-    nesterov: bool
-    weight_decay: float
-    maximize: bool
 
 
 @dataclass(frozen=True)
@@ -45,7 +36,7 @@ class Step:
         scale: What the gradient is multiplied with between backward and step.
     """
 
-    settings: Settings
+    settings: scenarios.Settings
     gradient: str
     scale: float
 
@@ -60,26 +51,16 @@ class Run:
 
 
 @st.composite
-def group_settings(draw: st.DrawFn) -> Settings:
-    momentum = draw(st.sampled_from([0.0, 0.0, 0.3, 0.9, 0.99]))
-    nesterov = momentum > 0 and draw(st.booleans())
-    dampening = 0.0 if nesterov else draw(st.sampled_from([0.0, 0.1, 0.7, 1.0]))
-    decay = draw(st.sampled_from([0.0, 0.0, 1e-4, 0.05]))
-    lr = draw(st.sampled_from([0.0, 1e-3, 0.03, 0.1]))
-    return Settings(lr, momentum, dampening, nesterov, decay, draw(st.booleans()))
-
-
-@st.composite
 def runs(draw: st.DrawFn) -> Run:
     count = draw(st.integers(1, 30))
     steps: dict[str, list[Step]] = {}
     for name in NAMES:
-        current, own = draw(group_settings()), []
+        current, own = draw(scenarios.settings(LR)), []
         schedule = draw(st.sampled_from([1.0, 0.9, 1.05]))
         for _ in range(count):
             change = draw(st.sampled_from(["nothing"] * 6 + ["all", "momentum off", "momentum on"]))
             if change == "all":
-                current = draw(group_settings())
+                current = draw(scenarios.settings(LR))
             elif change == "momentum off":
                 current = replace(current, momentum=0.0, nesterov=False)
             elif change == "momentum on":
