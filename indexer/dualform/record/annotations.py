@@ -111,7 +111,7 @@ def _convert(name: str, value: Any) -> tuple[str, Column]:
 
 def _as_numpy(name: str, value: Any) -> np.ndarray:
     if isinstance(value, torch.Tensor):
-        value = value.detach().cpu()
+        value = value.detach() if value.is_cpu else value.detach().cpu()
         return np.asarray((value.float() if value.dtype == torch.bfloat16 else value).numpy())
     try:
         array = np.asarray(value)

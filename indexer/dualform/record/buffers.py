@@ -12,6 +12,8 @@ import threading
 import numpy as np
 import torch
 
+from dualform.store.files import digest
+
 _PAGE = 4096
 _HUGE = 2 << 20
 _SLAB = 16 << 20
@@ -62,15 +64,17 @@ class Buffer:
     Attributes:
         array: float32 [rows, width], contiguous. Not to be used after the buffer is gone.
         memory: The same bytes, padded with zeros to whole pages.
+        xxh3: Digest of the array: taken when it was filled, while the processor has it at hand.
     """
 
-    __slots__ = ("_block", "_pool", "array", "memory")
+    __slots__ = ("_block", "_pool", "array", "memory", "xxh3")
 
     def __init__(self, pool: Pool, block: _Block) -> None:
         self._pool = pool
         self._block = block
         self.array = block.array
         self.memory = block.memory
+        self.xxh3 = ""
 
     def __del__(self) -> None:
         self._pool._give_back(self._block)
@@ -82,6 +86,7 @@ class Buffer:
             np.copyto(self.array, host)
         else:
             torch.from_numpy(self.array).view(source.shape).copy_(source.detach())
+        self.xxh3 = digest(self.array)
 
     def copy_negated(self, source: torch.Tensor) -> None:
         """The same with the sign changed."""
@@ -90,6 +95,12 @@ class Buffer:
             np.negative(host, out=self.array)
         else:
             torch.from_numpy(self.array).view(source.shape).copy_(source.detach()).neg_()
+        self.xxh3 = digest(self.array)
+
+    def add(self, other: Buffer) -> None:
+        """Add another buffer of the same shape."""
+        self.array += other.array
+        self.xxh3 = digest(self.array)
 
     def _host(self, source: torch.Tensor) -> np.ndarray | None:
         """The source as a small host array, if it is one."""

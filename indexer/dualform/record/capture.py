@@ -219,7 +219,7 @@ class LayerCapture:
         if item.value is None or item.value_probe is None:
             item.value, item.value_probe = value, probe
         else:
-            item.value.array += value.array
+            item.value.add(value)
             item.value_probe = item.value_probe + probe
         self._passes[item.number] = item
         self.ever = True

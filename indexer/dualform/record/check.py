@@ -27,7 +27,7 @@ SCREEN = 5e-6
 TOLERANCE = 3e-6
 """Largest |G - sum e x'| / (|E| |X|), Frobenius norms, that float32 backward passes explain."""
 
-PARTS = 8
+PARTS = 16
 """In how many parts a large gradient is read."""
 
 _LARGE = 65_536
@@ -109,10 +109,11 @@ class GradientCheck:
         self._parts = [slice(*pair) for pair in itertools.pairwise(bounds)]
         self._order: list[int] = []
 
-    def probe(self, tensor: torch.Tensor) -> float:
-        """u'Tv for a matrix, u.t for a vector."""
+    def probe(self, tensor: torch.Tensor) -> tuple[float, float]:
+        """u'Tv for a matrix, u.t for a vector; and the tensor's norm, for a matrix an estimate."""
         host = _host(tensor)
-        return dot(row_dots(host, self.v) if host.ndim == 2 else host, self._u64)
+        reduced = row_dots(host, self.v) if host.ndim == 2 else host.astype(np.float64)
+        return dot(reduced, self._u64), math.sqrt(dot(reduced, reduced))
 
     def weight(self, grad: torch.Tensor, watch: GradientWatch, sides: Sides) -> Verdict:
         """Test the weight's gradient, float32 [d_out, d_in], at the step.
@@ -153,7 +154,7 @@ class GradientCheck:
             sides: What the rows say.
             scale: The weight's; tried first, since nearly everything scales both alike.
         """
-        probe = self.probe(grad)
+        probe = dot(_host(grad).astype(np.float64), self._u64)
         if not math.isfinite(probe):
             return Verdict(True, fault="not finite")
         if abs(probe - scale * sides.bias) <= SCREEN * abs(scale) * sides.bias_size:

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from dualform.record.buffers import Buffer
 from dualform.record.errors import RecordingFailedError
 from dualform.record.sink import CapturedPass, State, StepBatch
 from dualform.store.ledger import InexactMark
@@ -213,6 +214,9 @@ def _stop(writer: RecordingWriter) -> None:
 
 
 def _step_pass(item: CapturedPass) -> StepPass:
-    values = None if item.values is None else Record(item.values.memory, item.values.array.nbytes)
-    keys = Record(item.keys.memory, item.keys.array.nbytes)
-    return StepPass(item.layer, item.rows, item.block, keys, values)
+    values = None if item.values is None else _record(item.values)
+    return StepPass(item.layer, item.rows, item.block, _record(item.keys), values)
+
+
+def _record(buffer: Buffer) -> Record:
+    return Record(buffer.memory, buffer.array.nbytes, buffer.xxh3)

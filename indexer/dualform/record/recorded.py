@@ -153,9 +153,8 @@ class RecordedLayer:
 
     def _probe_state(self, parameter: torch.Tensor) -> list[tuple[float, float]]:
         momentum = self._optimizer.momentum(parameter)
-        state = [parameter.detach()] if momentum is None else [parameter.detach(), momentum]
-        pairs = [(self._check.probe(tensor), float(tensor.norm())) for tensor in state]
-        return pairs if len(pairs) == 2 else [*pairs, (0.0, 0.0)]
+        buffer = (0.0, 0.0) if momentum is None else self._check.probe(momentum)
+        return [self._check.probe(parameter), buffer]
 
     def _first_mark(self) -> InexactMark | None:
         if not self._single:

@@ -49,10 +49,12 @@ class Record:
     Attributes:
         memory: Page-aligned bytes, padded with zeros to a multiple of `ALIGNMENT`.
         nbytes: Bytes that count.
+        xxh3: Their digest, where it is known already.
     """
 
     memory: memoryview
     nbytes: int
+    xxh3: str | None = None
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,7 @@ class RecordingWriter:
         self.steps = 0
         self._blocks = 0
         self._columns: dict[str, str] = {}
+        blocks_table([], {})  # pyarrow's first array imports pandas, which takes its time: now
         self._fd: int | None = None
         self._open = _OpenSegment(first_step=0)
 
@@ -217,7 +220,8 @@ class RecordingWriter:
             self._fd = None
 
     def _place(self, record: Record) -> Span:
-        span = Span(self._open.offset, record.nbytes, digest(record.memory[: record.nbytes]))
+        xxh3 = record.xxh3 or digest(record.memory[: record.nbytes])
+        span = Span(self._open.offset, record.nbytes, xxh3)
         if record.nbytes:
             self._open.pending.append(record.memory)
             self._open.offset += padded(record.nbytes)

@@ -1,0 +1,321 @@
+"""Optimizers and ways to train: each exact, or marked with its reason from the right step on.
+
+Every case is recorded, built and opened. Exact means rebuilt: outputs at steps equal the layer's
+own weights as the loop kept them. Of a marked layer outputs beyond the mark are refused with the
+reason, up to the mark they are answered, and attention weights, top-k and sums are those of the
+inputs that the loop itself gave to the layer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from dualform.engine import Index, verify_index
+from dualform.engine.errors import FailedPreconditionError
+from dualform.index import build_index
+from dualform.record import Recorder
+
+STEPS, BATCH, D_IN, CLASSES = 24, 16, 12, 3
+LAYERS = ("0", "2")
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(D_IN, 20), nn.ReLU(), nn.Linear(20, CLASSES))
+
+
+@dataclass(frozen=True)
+class Trained:
+    """An index, and what the loop itself knows.
+
+    Attributes:
+        states: All parameters after 0, 1, ... steps, float64.
+        inputs: What layer "0" saw, float32 [STEPS * BATCH, D_IN].
+        labels: int64 [STEPS * BATCH].
+    """
+
+    path: Path
+    states: list[dict[str, np.ndarray]]
+    inputs: np.ndarray
+    labels: np.ndarray
+
+    @property
+    def index(self) -> Index:
+        return Index.open(self.path, device="cpu")
+
+    def layer(self, name: str, step: int, queries: np.ndarray) -> np.ndarray:
+        state = self.states[step]
+        return queries.astype(np.float64) @ state[f"{name}.weight"].T + state[f"{name}.bias"]
+
+
+Optimizers = Callable[[nn.Sequential], torch.optim.Optimizer]
+
+
+def sgd(**settings: Any) -> Optimizers:
+    return lambda model: torch.optim.SGD(model.parameters(), **{"lr": 0.05, **settings})
+
+
+def train(
+    path: Path,
+    optimizer_of: Optimizers,
+    *,
+    model: nn.Sequential | None = None,
+    running: Callable[[nn.Sequential], nn.Module] = lambda model: model,
+    forward: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    before_step: Callable[[int, nn.Sequential], None] = lambda step, model: None,
+    after_step: Callable[[int, nn.Sequential], None] = lambda step, model: None,
+    scaler: torch.amp.GradScaler | None = None,
+) -> Trained:
+    """Train a network and index its recording.
+
+    Args:
+        running: What is called in the model's place, made before the recorder.
+        forward: A context for the forward pass.
+    """
+    model = network() if model is None else model
+    optimizer = optimizer_of(model)
+    dtype = model[0].weight.dtype
+    runs = running(model)
+    states, inputs, labels = [kept(model)], [], []
+    with Recorder(model, optimizer, path / "recording") as recorder:
+        for step in range(STEPS):
+            x, y = torch.randn(BATCH, D_IN, dtype=dtype), torch.randint(0, CLASSES, (BATCH,))
+            inputs.append(x.float().numpy())
+            labels.append(y.numpy())
+            recorder.annotate(label=y)
+            optimizer.zero_grad()
+            with forward():
+                output = runs(x)
+            loss = nn.functional.cross_entropy(output.float(), y)
+            (loss if scaler is None else scaler.scale(loss)).backward()
+            before_step(step, model)
+            if scaler is None:
+                optimizer.step()
+            else:
+                scaler.step(optimizer)
+                scaler.update()
+            after_step(step, model)
+            states.append(kept(model))
+    build_index(path / "recording", path / "index")
+    return Trained(path / "index", states, np.concatenate(inputs), np.concatenate(labels))
+
+
+def kept(model: nn.Module) -> dict[str, np.ndarray]:
+    return {name: p.detach().double().numpy().copy() for name, p in model.named_parameters()}
+
+
+def assert_exact(trained: Trained) -> None:
+    report = verify_index(trained.path)
+    assert report.ok
+    assert all(own.exact_steps == STEPS for own in report.layers)
+    with trained.index as index:
+        for name in LAYERS:
+            assert index.layers[name].inexact == []
+            assert_outputs(trained, index, name, STEPS)
+
+
+def assert_outputs(trained: Trained, index: Index, name: str, up_to: int) -> None:
+    """Outputs at steps up to this one are those of the weights that the loop kept."""
+    queries = np.random.default_rng(0).standard_normal((20, index.layers[name].d_in))
+    queries = queries.astype(np.float32)
+    for step in {0, up_to // 2, up_to}:
+        own = trained.layer(name, step, queries)
+        dual = index.dual_output(name, queries, at_step=step).values
+        error = np.linalg.norm(dual - own, axis=1) / np.linalg.norm(own, axis=1)
+        assert error.max() <= 1e-5, (name, step)
+
+
+def assert_marked(
+    trained: Trained, from_step: dict[str, int], reason: str, exact: tuple[str, ...] = ()
+) -> None:
+    """These layers are marked from these steps on, for this reason; those are exact."""
+    with trained.index as index:
+        for name in exact:
+            assert index.layers[name].inexact == []
+            assert_outputs(trained, index, name, STEPS)
+        for name, first in from_step.items():
+            ((step, why),) = index.layers[name].inexact
+            assert (step, re.search(reason, why) is not None) == (first, True), why
+            d_in = index.layers[name].d_in
+            for end in {None, STEPS, first + 1}:
+                with pytest.raises(FailedPreconditionError, match=re.escape(why)) as refused:
+                    index.dual_output(name, np.ones((1, d_in), np.float32), at_step=end)
+                assert refused.value.reason == "INEXACT"
+            assert_outputs(trained, index, name, first)
+    for own in verify_index(trained.path).layers:
+        assert own.exact_steps == from_step.get(own.layer, STEPS)
+    assert_weights(trained)
+
+
+def assert_weights(trained: Trained) -> None:
+    """Attention weights, top-k and sums of layer "0" against float64."""
+    queries = np.random.default_rng(1).standard_normal((5, D_IN)).astype(np.float32)
+    weights = queries.astype(np.float64) @ trained.inputs.T.astype(np.float64)
+    with trained.index as index:
+        assert index.layers["0"].rows == index.layers["2"].rows == STEPS * BATCH
+        hits = index.top_k("0", queries, k=STEPS * BATCH)
+        assert np.array_equal(hits.rows[:, 0], weights.argmax(1))
+        own = np.take_along_axis(weights, hits.rows, axis=1)
+        # A float32 is within half an ulp of the exact score; the reference has float64's rounding.
+        np.testing.assert_allclose(hits.scores, own, rtol=2.0**-23, atol=1e-14)
+        assert (np.diff(hits.scores, axis=1) <= 0).all()
+        sums = index.sums("0", queries, "label")
+        terms = np.abs(queries.astype(np.float64)) @ np.abs(trained.inputs.T.astype(np.float64))
+        for number, label in enumerate(sums.groups.to_pylist()):
+            rows = trained.labels == label
+            error = np.abs(sums.values[:, number] - weights[:, rows].sum(1))
+            assert (error <= 1e-6 * terms[:, rows].sum(1)).all()
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01},
+    {"momentum": 0.9, "nesterov": True, "maximize": True},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize(
+    "kernel", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str
+)
+def test_every_kernel_of_sgd(
+    tmp_path: Path, kernel: dict[str, bool], settings: dict[str, Any]
+) -> None:
+    assert_exact(train(tmp_path, sgd(**kernel, **settings)))
+
+
+@pytest.mark.parametrize("kernel", [{"foreach": False}, {"fused": True}], ids=str)
+def test_grad_scaler(tmp_path: Path, kernel: dict[str, bool]) -> None:
+    """The fused kernel divides the gradients by the scale itself, inside the step."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    assert_exact(train(tmp_path, sgd(momentum=0.9, **kernel), scaler=scaler))
+
+
+class Lamb(torch.optim.Optimizer):
+    """You et al. (2020): Adam's direction, its length set by the weight's."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state["step"] = state.get("step", 0) + 1
+                m = state.setdefault("m", torch.zeros_like(p)).lerp_(p.grad, 0.1)
+                v = state.setdefault("v", torch.zeros_like(p)).lerp_(p.grad.square(), 0.001)
+                t = state["step"]
+                update = m / (1 - 0.9**t) / ((v / (1 - 0.999**t)).sqrt() + 1e-6) + 0.01 * p
+                trust = p.norm() / update.norm()
+                p.sub_(group["lr"] * trust * update)
+
+
+class SignSGD(torch.optim.SGD):
+    """A subclass that steps another way."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(group["lr"] * p.grad.sign())
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer_of"),
+    [
+        ("Adam", lambda model: torch.optim.Adam(model.parameters(), lr=0.01)),
+        ("AdamW", lambda model: torch.optim.AdamW(model.parameters(), lr=0.01)),
+        ("Lamb", lambda model: Lamb(model.parameters(), lr=0.01)),
+        ("SignSGD", lambda model: SignSGD(model.parameters(), lr=0.01)),
+    ],
+)
+def test_other_optimizers(tmp_path: Path, name: str, optimizer_of: Optimizers) -> None:
+    trained = train(tmp_path, optimizer_of)
+    assert_marked(trained, {"0": 0, "2": 0}, rf"optimizer {name}: only torch\.optim\.SGD")
+
+
+def test_bf16_autocast(tmp_path: Path) -> None:
+    trained = train(tmp_path, sgd(), forward=lambda: torch.autocast("cpu", torch.bfloat16))
+    assert_marked(trained, {"0": 0, "2": 0}, r"reduced precision \(autocast\)")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
+def test_other_precisions_are_marked_rounded(tmp_path: Path, dtype: torch.dtype) -> None:
+    trained = train(tmp_path, sgd(momentum=0.9), model=network().to(dtype))
+    word = str(dtype).removeprefix("torch.")
+    assert_marked(trained, {"0": 0, "2": 0}, f"^rounded: {word} weights")
+
+
+def test_clipping_by_value_from_a_step_on(tmp_path: Path) -> None:
+    def clip(step: int, model: nn.Sequential) -> None:
+        if step >= 7:
+            nn.utils.clip_grad_value_(model.parameters(), 0.01)
+
+    trained = train(tmp_path, sgd(momentum=0.9), before_step=clip)
+    assert_marked(trained, {"0": 7, "2": 7}, "clipped by value")
+
+
+def test_clipping_by_a_value_that_nothing_reaches_is_exact(tmp_path: Path) -> None:
+    def clip(step: int, model: nn.Sequential) -> None:
+        nn.utils.clip_grad_value_(model.parameters(), 1e3)
+
+    assert_exact(train(tmp_path, sgd(momentum=0.9), before_step=clip))
+
+
+@pytest.mark.parametrize(("copied", "first"), [(9, 0), (18, 16)])
+def test_averaged_weights_copied_back(tmp_path: Path, copied: int, first: int) -> None:
+    """Weights are compared with their prediction every 16 steps: exact up to the last time."""
+    model = network()
+    average = torch.optim.swa_utils.AveragedModel(
+        model[0], multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+    )
+
+    def follow(step: int, model: nn.Sequential) -> None:
+        average.update_parameters(model[0])
+        if step == copied:
+            model[0].load_state_dict(average.module.state_dict())
+
+    trained = train(tmp_path, sgd(momentum=0.9), model=model, after_step=follow)
+    assert_marked(trained, {"0": first}, "weights changed other than by", exact=("2",))
+
+
+def test_an_average_kept_beside_is_exact(tmp_path: Path) -> None:
+    model = network()
+    average = torch.optim.swa_utils.AveragedModel(model)
+    trained = train(
+        tmp_path,
+        sgd(momentum=0.9),
+        model=model,
+        after_step=lambda step, model: average.update_parameters(model),
+    )
+    assert_exact(trained)
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    # The compiler reports on itself.
+    logging.getLogger("torch").setLevel(logging.ERROR)
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_compiled_models(tmp_path: Path, backend: str, fresh_compiler: None) -> None:
+    trained = train(
+        tmp_path, sgd(momentum=0.9), running=lambda model: torch.compile(model, backend=backend)
+    )
+    assert_exact(trained)
+    assert_weights(trained)
