@@ -105,11 +105,12 @@ def test_pruned_answers_are_the_flat_scans(
     for k in (1, 10, 200):
         for queries in (arrays["queries"], arrays["queries"][:1]):
             pruned = index.top_k("fc", queries, k, order=order, group_by=group_by)
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(engine_topk.Scan, "_sketched", lambda self, queries: None)
-                flat = index.top_k("fc", queries, k, order=order, group_by=group_by)
-            np.testing.assert_array_equal(pruned.rows, flat.rows)
-            np.testing.assert_array_equal(pruned.scores, flat.scores)
+            for strategy in ("flat", "scan", "certified"):
+                other = index.top_k(
+                    "fc", queries, k, order=order, group_by=group_by, strategy=strategy
+                )
+                np.testing.assert_array_equal(pruned.rows, other.rows)
+                np.testing.assert_array_equal(pruned.scores, other.scores)
 
 
 def test_most_rows_are_never_read(index: Index, arrays: dict[str, np.ndarray]) -> None:

@@ -35,6 +35,7 @@ from dualform.v1 import attribution_pb2 as pb
 
 Order = Literal["largest", "smallest", "absolute"]
 RankBy = Literal["weight", "contribution"]
+Strategy = Literal["auto", "certified", "flat", "scan"]
 
 
 @dataclass(frozen=True)
@@ -225,6 +226,7 @@ class Index:
         rank_by: RankBy = "weight",
         unit: int | None = None,
         at_step: int | None = None,
+        strategy: Strategy = "auto",
         stop: Stop | None = None,
     ) -> TopK:
         """The k rows with the largest, smallest or largest absolute weight or contribution.
@@ -239,6 +241,9 @@ class Index:
             rank_by: "weight", or "contribution": what a row added to one output unit.
             unit: The output unit, 0 to d_out - 1; with "contribution" alone.
             at_step: Contributions after so many steps; None for the trained layer. Likewise.
+            strategy: How rows are proposed, for tests and measurements; the answer is the same.
+                "certified" prunes by sketches, "flat" asks FAISS, "scan" multiplies tiles; each
+                falls back to the scan where it does not apply, "auto" from left to right.
             stop: Asked between tiles.
         """
         own = self.layer(layer)
@@ -261,7 +266,8 @@ class Index:
                 grouping,
                 contribution,
                 self._device,
-                self._use_faiss,
+                strategy in ("auto", "certified"),
+                strategy in ("auto", "flat") and self._use_faiss,
                 stop,
             )
             positions, scores = scan.run(mask & own.finite)

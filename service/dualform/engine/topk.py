@@ -48,6 +48,7 @@ class Scan:
         grouping: Rank inside each of these groups, or None.
         contribution: Rank by contribution to one output unit; None for the attention weight.
         device: Where tiles are multiplied.
+        use_sketches: Let sketches rule rows out where there are any.
         use_faiss: Let FAISS propose where whole shards take part.
         stop: Asked between tiles.
     """
@@ -61,6 +62,7 @@ class Scan:
         grouping: Grouping | None,
         contribution: Contribution | None,
         device: torch.device,
+        use_sketches: bool,
         use_faiss: bool,
         stop: Stop | None,
     ) -> None:
@@ -72,6 +74,12 @@ class Scan:
         self._contribution = contribution
         self._device = device
         self._stop = stop
+        self._use_sketches = (
+            use_sketches
+            and layer.directions is not None
+            and contribution is None
+            and device.type == "cpu"
+        )
         self._use_faiss = (
             use_faiss
             and grouping is None
@@ -128,7 +136,7 @@ class Scan:
     def _sketched(self, queries: torch.Tensor) -> SketchedQueries | None:
         """The queries as sketches see them, where sketches can prune."""
         directions = self._layer.directions
-        if directions is None or self._contribution is not None or self._device.type != "cpu":
+        if directions is None or not self._use_sketches:
             return None
         return SketchedQueries(queries, directions, self._order)
 
