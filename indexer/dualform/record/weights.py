@@ -56,7 +56,7 @@ class WeightProbe:
             self._follow(*step)
         self._steps.clear()
         return all(
-            abs(real - predicted) <= 4 * noise + 32 * _EPS * size
+            abs(real - predicted) <= 2 * noise + 16 * _EPS * size
             for (real, size), predicted, noise in zip(state, self._state, self._noise, strict=True)
         )
 
