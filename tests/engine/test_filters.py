@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import operator
 import sqlite3
 
 import numpy as np
@@ -162,3 +164,46 @@ def test_refuses_deep_nesting() -> None:
         where = pb.Filter(negated=where)
     with pytest.raises(InvalidArgumentError, match="nested deeper"):
         evaluate(where, COLUMNS)
+
+
+EXTREMES = {
+    "long": [0, 2**53, 2**53 + 1, 2**62 + 1, -(2**63), 2**63 - 1, None],
+    "wide": [0.0, -0.0, 2.0**53, 2.0**63, -(2.0**63), math.inf, -math.inf, math.nan, 5e-324, None],
+}
+EXTREME_LITERALS = [
+    *(0, 2**53, 2**53 + 1, 2**62 + 1, 2**63 - 1, -(2**63), -(2**53) - 1),
+    *(0.0, -0.0, 0.5, -0.5, 2.0**53, 2.0**62, 2.0**63, -(2.0**63), 1e300, -1e300),
+    *(math.inf, -math.inf, 5e-324),
+]
+
+
+@pytest.mark.parametrize("column", EXTREMES)
+@pytest.mark.parametrize("literal", EXTREME_LITERALS, ids=repr)
+def test_numbers_compare_as_numbers_whatever_their_type(column: str, literal: float) -> None:
+    """Python compares int with float exactly, as the filter must."""
+    columns = {column: pa.array(EXTREMES[column])}
+    same = {
+        pb.OPERATOR_EQ: operator.eq,
+        pb.OPERATOR_NE: operator.ne,
+        pb.OPERATOR_LT: operator.lt,
+        pb.OPERATOR_LE: operator.le,
+        pb.OPERATOR_GT: operator.gt,
+        pb.OPERATOR_GE: operator.ge,
+    }
+    for own, compares in same.items():
+        expected = [x is not None and compares(x, literal) for x in EXTREMES[column]]
+        assert evaluate(compare(column, own, literal), columns).tolist() == expected, own
+        negated = [x is not None and not compares(x, literal) for x in EXTREMES[column]]
+        where = pb.Filter(negated=compare(column, own, literal))
+        assert evaluate(where, columns).tolist() == negated, own
+
+
+@pytest.mark.parametrize("column", EXTREMES)
+def test_in_finds_numbers_whatever_their_type(column: str) -> None:
+    columns = {column: pa.array(EXTREMES[column])}
+    for literal in EXTREME_LITERALS:
+        expected = [x is not None and x == literal for x in EXTREMES[column]]
+        where = compare(column, pb.OPERATOR_IN, literal, 12345)
+        assert evaluate(where, columns).tolist() == expected, literal
+        negated = [x is not None and x != literal for x in EXTREMES[column]]
+        assert evaluate(pb.Filter(negated=where), columns).tolist() == negated, literal

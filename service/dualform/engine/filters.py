@@ -20,6 +20,8 @@ from dualform.v1 import attribution_pb2 as pb
 MAX_DEPTH = 64
 """Filters nested deeper than this are refused."""
 
+_INT64 = range(-(2**63), 2**63)
+
 _COMPARE = {
     pb.OPERATOR_EQ: pc.equal,
     pb.OPERATOR_NE: pc.not_equal,
@@ -81,17 +83,52 @@ def _comparison(comparison: pb.Comparison, columns: Mapping[str, pa.Array]) -> p
         raise _refuse(f"unknown operator {operator} on column {name!r}")
     if len(values) != 1:
         raise _refuse(f"a comparison with {name} takes one value, not {len(values)}")
-    return _COMPARE[operator](column, pa.scalar(values[0]))
+    return _compare(operator, column, values[0])
+
+
+def _compare(operator: int, column: pa.Array, literal: Any) -> pa.Array:
+    """A comparison as if numbers had no types: int64 and float64 are never rounded to another."""
+    kind = _plain(column.type)
+    if not isinstance(literal, (int, float)) or pa.types.is_boolean(kind):
+        return _COMPARE[operator](column, pa.scalar(literal))
+    floor = _floor(literal, kind)
+    if floor is not None and floor == literal:
+        return _COMPARE[operator](column, pa.scalar(floor, kind))
+    # No value of the column's type equals the literal: it lies above `floor`, or below them all.
+    if operator in (pb.OPERATOR_EQ, pb.OPERATOR_NE):
+        return _same(column, operator == pb.OPERATOR_NE)
+    below = operator in (pb.OPERATOR_LT, pb.OPERATOR_LE)
+    if floor is None:
+        return _same(column, not below)
+    return (pc.less_equal if below else pc.greater)(column, pa.scalar(floor, kind))
+
+
+def _same(column: pa.Array, answer: bool) -> pa.Array:
+    """One answer for every row, null for a null row."""
+    return pc.if_else(pc.is_null(column), pa.scalar(None, pa.bool_()), pa.scalar(answer))
+
+
+def _floor(literal: int | float, kind: pa.DataType) -> int | float | None:
+    """The largest number of the type that is not above the literal; None where all are above."""
+    if pa.types.is_integer(kind):
+        if literal < _INT64.start:
+            return None
+        return _INT64.stop - 1 if literal >= _INT64.stop else math.floor(literal)
+    nearest = float(literal)
+    return nearest if nearest <= literal else math.nextafter(nearest, -math.inf)
 
 
 def _in(column: pa.Array, values: list[Any]) -> pa.Array:
     """Membership; null for a null row, as SQL has it (pyarrow's is_in says false)."""
     if not values:
         return pc.and_kleene(pc.is_null(column), pa.scalar(None, pa.bool_()))
-    numeric = any(isinstance(value, float) for value in values)
-    if numeric and pa.types.is_integer(column.type):
-        values = [int(value) for value in values if float(value).is_integer()]
-    is_in = pc.is_in(column, value_set=pa.array(values, type=_plain(column.type)))
+    kind = _plain(column.type)
+    if pa.types.is_integer(kind) or pa.types.is_floating(kind):
+        floors = ((value, _floor(value, kind)) for value in values)
+        values = [floor for value, floor in floors if floor == value]
+    if pa.types.is_floating(kind) and 0.0 in values:
+        values += [0.0, -0.0]  # equal, but is_in tells them apart
+    is_in = pc.is_in(column, value_set=pa.array(values, type=kind))
     return pc.if_else(pc.is_null(column), pa.scalar(None, pa.bool_()), is_in)
 
 
