@@ -331,6 +331,7 @@ class _Build:
             row for parameter in source.ledger().parameters.values() for row in parameter
         ]
         initial, final = source.initial(), source.final()
+        states = self._write_states()
         layers = {}
         for number, space in enumerate(self._spaces):
             for name in space.layers:
@@ -350,6 +351,7 @@ class _Build:
                     directions=None if directions is None else self._write_array(file, directions),
                     initial=self._write_state(spec, "initial", initial),
                     final=None if final is None else self._write_state(spec, "final", final),
+                    states=tuple(states[name]),
                     shards=shards[name],
                 )
         manifest = IndexManifest(
@@ -365,6 +367,17 @@ class _Build:
         for path in (self._directory / "layers").iterdir():
             sync_directory(path)
         sync_directory(self._directory)
+
+    def _write_states(self) -> dict[str, list[tuple[int, FileEntry]]]:
+        """The states kept on the way, per layer; an index without values has no use for them."""
+        layers = self._source.manifest.layers
+        written: dict[str, list[tuple[int, FileEntry]]] = {name: [] for name in layers}
+        for step, read in self._source.states() if self._values else ():
+            state = read()
+            for name, spec in layers.items():
+                if spec.weight in state:
+                    written[name].append((step, self._write_state(spec, f"states-{step}", state)))
+        return written
 
     def _write_state(self, spec: LayerSpec, which: str, state: dict[str, np.ndarray]) -> FileEntry:
         """The layer's weight, bias and momentum buffers, by the names the recording uses."""

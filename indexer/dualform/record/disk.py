@@ -178,6 +178,8 @@ class DiskSink:
         for batch in batches:
             passes = [_step_pass(item) for item in batch.passes]
             writer.append(passes, batch.blocks, batch.ledger, batch.marks)
+            if batch.state is not None:
+                writer.write_state(batch.state)
             if writer.segment_bytes >= self._segment_bytes:
                 self._commit(writer)
         writer.flush()

@@ -67,6 +67,11 @@ class RecordedLayer:
         self._follow_weights = self._single and optimizer.exact
         self._follow_rows = self._single
 
+    @property
+    def exact(self) -> bool:
+        """Nothing was found so far that the ledger does not explain."""
+        return self._follow_weights
+
     def judge(self, step: int) -> tuple[list[LedgerRow], InexactMark | None]:
         """Decide which rows reach the step, and test them against the gradient.
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from types import TracebackType
 from typing import Any
@@ -22,13 +23,17 @@ from dualform.record.examples import ExampleIntake
 from dualform.record.optimizer import OptimizerView
 from dualform.record.recorded import RecordedLayer
 from dualform.record.selection import select_layers
-from dualform.record.sink import CapturedPass, Sink, StepBatch
+from dualform.record.sink import CapturedPass, Sink, StepBatch, state_bytes
 from dualform.store.ledger import InexactMark
 from dualform.store.recording_format import RecordingManifest
 from dualform.store.row_metadata import Block
 
 _LOGGER = logging.getLogger("dualform.record")
 _POOL_BYTES = 256 << 20
+
+STATE_RATIO = 64
+"""A state is kept whenever so many times its bytes were recorded since the last: at most 1.6 % more
+to write."""
 
 
 class Recorder:
@@ -81,6 +86,8 @@ class Recorder:
         self._values = values
         self._planned_steps = steps
         self._step = 0
+        self._state_bytes = 0
+        self._bytes_since_state = 0
         self._open_step: StepBatch | None = None
         self._marks: list[tuple[str, InexactMark]] = []
         self._examples = ExampleIntake()
@@ -201,7 +208,9 @@ class Recorder:
                 passes.append(self._captured(layer.spec.name, item, blocks))
         batch = StepBatch(step, passes, blocks.blocks, ledger, tuple(self._marks))
         if step == 0:
-            self._sink.begin(self._state(), batch.nbytes, self._planned_steps)
+            state = self._state()
+            self._state_bytes = 2 * state_bytes(state)  # with the momentum buffers to come
+            self._sink.begin(state, batch.nbytes, self._planned_steps)
         self._open_step = batch
 
     def _after_step(self, *_: Any) -> None:
@@ -215,7 +224,18 @@ class Recorder:
         for layer in self._layers:
             layer.advance()
         self._step += 1
-        self._sink.append(batch)
+        self._sink.append(self._with_state(batch))
+
+    def _with_state(self, batch: StepBatch) -> StepBatch:
+        """The step's batch, with the state after it where that is due: the layers' that are exact
+        and have values, as nothing else starts from a stored state."""
+        self._bytes_since_state += batch.nbytes
+        if not self._values or self._bytes_since_state <= STATE_RATIO * self._state_bytes:
+            return batch
+        state = self._state(layer for layer in self._layers if layer.exact)
+        self._state_bytes = state_bytes(state)
+        self._bytes_since_state = 0
+        return replace(batch, state=state) if state else batch
 
     def _captured(self, layer: str, item: Pass, blocks: _Blocks) -> CapturedPass:
         assert item.key is not None
@@ -232,9 +252,9 @@ class Recorder:
             )
             self._marks.append((layer.spec.name, mark))
 
-    def _state(self) -> dict[str, np.ndarray]:
+    def _state(self, layers: Iterable[RecordedLayer] | None = None) -> dict[str, np.ndarray]:
         state: dict[str, np.ndarray] = {}
-        for layer in self._layers:
+        for layer in self._layers if layers is None else layers:
             for name, parameter in layer.parameters.items():
                 state[name] = _array(parameter)
                 momentum = self._optimizer.momentum(parameter)

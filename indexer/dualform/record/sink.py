@@ -17,6 +17,11 @@ State = Mapping[str, np.ndarray]
 """Weights and biases by parameter name, momentum buffers by "momentum:<parameter>"."""
 
 
+def state_bytes(state: State) -> int:
+    """Bytes of a state's arrays."""
+    return sum(array.nbytes for array in state.values())
+
+
 @dataclass(frozen=True)
 class CapturedPass:
     """The rows that one layer took from one forward pass.
@@ -46,6 +51,7 @@ class StepBatch:
         blocks: The metadata that the passes refer to.
         ledger: One row per parameter.
         marks: Layer name and mark, those that are new.
+        state: The state after the step, where one is due.
     """
 
     step: int
@@ -53,10 +59,11 @@ class StepBatch:
     blocks: Sequence[Block]
     ledger: Sequence[LedgerRow]
     marks: Sequence[tuple[str, InexactMark]] = ()
+    state: State | None = None
     nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        total = 0
+        total = state_bytes(self.state or {})
         for item in self.passes:
             total += len(item.keys.memory)
             total += 0 if item.values is None else len(item.values.memory)

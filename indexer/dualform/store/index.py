@@ -59,6 +59,7 @@ class IndexLayer:
 
     Attributes:
         directions: .npy file, float32 [m, d_in], the P of its sketches, or None without any.
+        states: After so many steps, ascending: weight, bias and momentum buffers, as in `initial`.
     """
 
     name: str
@@ -73,6 +74,7 @@ class IndexLayer:
     directions: FileEntry | None
     initial: FileEntry
     final: FileEntry | None
+    states: tuple[tuple[int, FileEntry], ...]
     shards: tuple[LayerShard, ...]
 
 
@@ -230,6 +232,7 @@ def _layer(data: dict[str, Any]) -> IndexLayer:
         directions=_entry(data["directions"]),
         initial=FileEntry.from_json(data["initial"]),
         final=_entry(data["final"]),
+        states=tuple((int(j), FileEntry.from_json(file)) for j, file in data.get("states", ())),
         shards=tuple(
             LayerShard(
                 keys=FileEntry.from_json(s["keys"]),

@@ -133,11 +133,20 @@ class Ledger:
             KeyError: The ledger has no such parameter.
             ValueError: Not 0 <= start <= at_step <= steps.
         """
+        return self._recursion(parameter, at_step, start, 1.0, 0.0)
+
+    def momentum_coefficients(self, parameter: str, at_step: int, start: int = 0) -> Coefficients:
+        """The same for the parameter's momentum buffer: m_s = p W_j + r m_j + sum c E_t."""
+        return self._recursion(parameter, at_step, start, 0.0, 1.0)
+
+    def _recursion(
+        self, parameter: str, at_step: int, start: int, p: float, r: float
+    ) -> Coefficients:
+        """Of p W_s + r m_s, for the pair (W_s, m_s) after `at_step` steps."""
         if not 0 <= start <= at_step <= self.steps:
             raise ValueError(f"need 0 <= {start} <= {at_step} <= {self.steps} steps")
         transitions = self._transitions(parameter)
         c = np.zeros(at_step - start)
-        p, r = 1.0, 0.0
         for t in range(at_step - 1, start - 1, -1):
             ((a, b), (e, f)), (g, h) = transitions[t]
             c[t - start] = p * g + r * h

@@ -5,10 +5,11 @@ Memory is bounded by one segment's metadata, whatever the recording's length.
 
 from __future__ import annotations
 
+import functools
 import io
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -197,11 +198,23 @@ class Recording:
         """
         if not self._segments:
             raise NotFoundError(f"nothing was committed to {self.path}: record again")
-        return self._state(self._segments[0].initial)
+        return self._state(self.path, self._segments[0].initial)
 
     def final(self) -> dict[str, np.ndarray] | None:
         """The same after the last step; None where the recording is not complete."""
-        return None if self._final is None else self._state(self._final)
+        return None if self._final is None else self._state(self.path, self._final)
+
+    def states(self) -> list[tuple[int, Callable[[], dict[str, np.ndarray]]]]:
+        """States kept on the way: after how many steps, ascending, and what reads it.
+
+        A state has what `initial` has, for the layers that were exact up to there; reading raises
+        DamagedError where the file is not what was written.
+        """
+        return [
+            (step, functools.partial(self._state, self._directory, entry))
+            for segment in self._segments
+            for step, entry in segment.states
+        ]
 
     def example_tables(self) -> Iterator[pa.Table]:
         """Payloads as they were added: id (int64 or string), kind ("png", "bytes", "text"), data.
@@ -212,8 +225,8 @@ class Recording:
             for entry in segment.examples:
                 yield _read_parquet(self.path / EXAMPLES, entry)
 
-    def _state(self, entry: FileEntry) -> dict[str, np.ndarray]:
-        return dict(load_safetensors(read_checked(self.path, entry, RERECORD)))
+    def _state(self, directory: Path, entry: FileEntry) -> dict[str, np.ndarray]:
+        return dict(load_safetensors(read_checked(directory, entry, RERECORD)))
 
     def _rows_of(self, segment: SegmentTable) -> pa.Table:
         if self._open_rows is None or self._open_rows[0] != segment.number:
@@ -256,7 +269,7 @@ def _load_segment(path: Path, number: int, manifest: RecordingManifest) -> Segme
     directory = path / SEGMENTS
     segment = SegmentTable.load(directory / segment_name(number, "json"), manifest.layers)
     entry = FileEntry(segment_name(number, "bin"), segment.bin_bytes, "")
-    for part in (entry, segment.rows, segment.ledger):
+    for part in (entry, segment.rows, segment.ledger, *(file for _, file in segment.states)):
         check_size(directory, part, RERECORD)
     check_size(path, segment.initial, RERECORD)
     return segment

@@ -182,6 +182,8 @@ class SegmentTable:
         columns: The user's metadata columns: "int64", "float64", "string" or "bool" by name.
         marks: Layer name and mark, those raised in this segment.
         examples: Example files completed with this segment.
+        states: The state after so many steps, and its file; none is before the segment's first
+            step or after its last.
     """
 
     number: int
@@ -197,6 +199,7 @@ class SegmentTable:
     columns: Mapping[str, str]
     marks: Sequence[tuple[str, InexactMark]]
     examples: Sequence[FileEntry]
+    states: Sequence[tuple[int, FileEntry]] = ()
 
     def save(self, directory: Path, layers: Mapping[str, LayerSpec]) -> None:
         """Write the segment's .json atomically into `directory`: this commits the segment."""
@@ -225,6 +228,7 @@ class SegmentTable:
             "columns": dict(self.columns),
             "marks": [{"layer": name, **asdict(mark)} for name, mark in self.marks],
             "examples": [entry.to_json() for entry in self.examples],
+            "states": [{"step": step, "file": file.to_json()} for step, file in self.states],
         }
         write_sealed(directory / segment_name(self.number, "json"), data)
 
@@ -302,4 +306,8 @@ def _segment_table(data: Mapping[str, Any], layers: Sequence[LayerSpec]) -> Segm
         columns=data["columns"],
         marks=[(m["layer"], InexactMark(m["from_step"], m["reason"])) for m in data["marks"]],
         examples=[FileEntry.from_json(entry) for entry in data["examples"]],
+        states=[
+            (int(state["step"]), FileEntry.from_json(state["file"]))
+            for state in data.get("states", ())
+        ],
     )

@@ -90,6 +90,7 @@ class _OpenSegment:
     ledger: list[LedgerRow] = field(default_factory=list)
     marks: list[tuple[str, InexactMark]] = field(default_factory=list)
     examples: list[FileEntry] = field(default_factory=list)
+    states: list[tuple[int, FileEntry]] = field(default_factory=list)
 
 
 class RecordingWriter:
@@ -162,6 +163,11 @@ class RecordingWriter:
         self._open.ledger.extend(ledger)
         self._open.marks.extend(marks)
         self.steps += 1
+
+    def write_state(self, state: Mapping[str, np.ndarray]) -> None:
+        """Keep the state after the steps so far, as `write_initial`'s; committed with them."""
+        path = self._part(f"state-{self.steps}.safetensors")
+        self._open.states.append((self.steps, write_atomic(path, safetensors(dict(state)))))
 
     def mark(self, marks: Sequence[tuple[str, InexactMark]]) -> None:
         """Note inexact layers outside a step."""
@@ -253,6 +259,7 @@ class RecordingWriter:
             columns=self._columns,
             marks=self._open.marks,
             examples=self._open.examples,
+            states=self._open.states,
         ).save(self._directory, self._manifest.layers)
         self._segments += 1
         self._blocks += len(self._open.blocks)

@@ -31,6 +31,7 @@ from dualform.engine.shards import Shard, ShardFile, Stop
 from dualform.store.errors import DamagedError
 from dualform.store.files import FileEntry, check_digest, read_checked
 from dualform.store.index import REBUILD, IndexLayer, IndexManifest
+from dualform.store.ledger import Ledger
 from dualform.v1 import attribution_pb2 as pb
 
 Order = Literal["largest", "smallest", "absolute"]
@@ -326,7 +327,9 @@ class Index:
         """The layer's output as initial part plus the sum of the rows' contributions.
 
         Eq. dual_linear of Irie et al. (2022), with the coefficients that the optimizer's settings
-        imply: a row of step t adds (c_t x_t.x + c'_t) e_t, primes for the bias.
+        imply: a row of step t adds (c_t x_t.x + c'_t) e_t, primes for the bias. At a step, of all
+        rows together, those before the last stored state j <= at_step come in one product with it,
+        and only the rows from j on are scanned (docs/decisions/0007-stored-states.md).
 
         Args:
             layer: The layer's name.
@@ -344,15 +347,25 @@ class Index:
         with self._guarded():
             state = self._state(own.manifest.initial)
             coefficients = output.layer_coefficients(self._ledger, own.manifest, end)
-            initial = output.initial_part(own.manifest, state, coefficients, query)
-            totals = output.rows_part(own, query, coefficients, grouping, mask, self._device, stop)
+            base = initial = output.initial_part(own.manifest, state, coefficients, query)
+            scanned = mask
+            if at_step is not None and where is None and grouping is None:
+                start, entry = _latest_state(own.manifest, end)
+                if start > 0:
+                    coefficients = output.layer_coefficients(self._ledger, own.manifest, end, start)
+                    state = self._state(entry)
+                    base = output.initial_part(own.manifest, state, coefficients, query)
+                    scanned = mask & (own.space.steps >= start)
+            totals = output.rows_part(
+                own, query, coefficients, grouping, scanned, self._device, stop
+            )
             trained = None
             if at_step is None and own.manifest.final is not None:
                 final = self._state(own.manifest.final)
                 trained = output.plain_output(own.manifest, final, query).astype(np.float32)
         counts = None
         if grouping is None:
-            totals = totals[:, 0] + initial
+            totals = totals[:, 0] + base
         else:
             assert group_by is not None
             counts = own.space.count(group_by, mask)
@@ -374,14 +387,28 @@ class Index:
         with self._guarded():
             return self._examples.get(ids)
 
+    @property
+    def ledger(self) -> Ledger:
+        """What the optimizer did, step by step."""
+        return self._ledger
+
     def ledger_coefficients(self, layer: str, at_step: int) -> output.LayerCoefficients:
-        """The coefficients that `dual_output(at_step=...)` uses."""
+        """The coefficients of every row after so many steps."""
         return output.layer_coefficients(self._ledger, self.layer(layer).manifest, at_step)
 
-    def state(self, layer: str, which: Literal["initial", "final"]) -> dict[str, np.ndarray] | None:
-        """A layer's stored tensors: weight, bias, momentum buffers; None where there are none."""
+    def state(
+        self, layer: str, which: Literal["initial", "final"] | int
+    ) -> dict[str, np.ndarray] | None:
+        """A layer's stored tensors: weight, bias, momentum buffers; None where there are none.
+
+        Args:
+            layer: Its name.
+            which: Before the first step, after the last, or a stored state by its step.
+        """
         own = self.layer(layer).manifest
         entry = own.initial if which == "initial" else own.final
+        if isinstance(which, int):
+            entry = dict(own.states).get(which)
         with self._guarded():
             return None if entry is None else self._state(entry)
 
@@ -396,6 +423,7 @@ class Index:
             entries += [shard.sidecar for shard in space.shards]
         for layer in self._manifest.layers.values():
             entries += [layer.directions, layer.initial, layer.final]
+            entries += [entry for _, entry in layer.states]
             for shard in layer.shards:
                 entries += [shard.keys, shard.values, shard.sketch, shard.sums]
         with self._guarded():
@@ -535,6 +563,14 @@ def _checked(queries: np.ndarray, layer: IndexLayer) -> torch.Tensor:
             f"query {odd[0]} holds NaN or Inf; queries must be finite", field="queries"
         )
     return torch.from_numpy(np.array(queries, dtype=np.float32, order="C"))
+
+
+def _latest_state(layer: IndexLayer, at_step: int) -> tuple[int, FileEntry]:
+    """The last stored state that is not later than a step: after how many steps, and its file."""
+    return max(
+        ((j, entry) for j, entry in ((0, layer.initial), *layer.states) if j <= at_step),
+        key=lambda state: state[0],
+    )
 
 
 def _coverage(layer: Layer, mask: np.ndarray) -> Coverage:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from dualform.engine.groups import tile_runs
-from dualform.engine.shards import Stop
+from dualform.engine.shards import Stop, Tile
 from dualform.engine.weights import needs_float64, tile_weights
 from dualform.store.grouping import Grouping
 from dualform.store.index import IndexLayer
@@ -30,17 +30,25 @@ _REBUILD_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class LayerCoefficients:
-    """Coefficients of a layer's weight and, where it has one, of its bias, after some steps."""
+    """Coefficients of a layer's weight and, where it has one, of its bias, after some steps.
+
+    Attributes:
+        start: The step from whose state they start; rows of earlier steps have none.
+    """
 
     weight: Coefficients
     bias: Coefficients | None
+    start: int = 0
 
 
-def layer_coefficients(ledger: Ledger, layer: IndexLayer, at_step: int) -> LayerCoefficients:
-    """The layer's coefficients after at_step steps."""
+def layer_coefficients(
+    ledger: Ledger, layer: IndexLayer, at_step: int, start: int = 0
+) -> LayerCoefficients:
+    """The layer's coefficients after at_step steps, from the state after `start`."""
     return LayerCoefficients(
-        ledger.coefficients(layer.weight, at_step),
-        None if layer.bias is None else ledger.coefficients(layer.bias, at_step),
+        ledger.coefficients(layer.weight, at_step, start),
+        None if layer.bias is None else ledger.coefficients(layer.bias, at_step, start),
+        start,
     )
 
 
@@ -50,7 +58,14 @@ def initial_part(
     coefficients: LayerCoefficients,
     queries: torch.Tensor,
 ) -> np.ndarray:
-    """What initial weights, bias and momentum buffers left behind: float64 [n, d_out]."""
+    """What the weight, bias and momentum buffers of a state left behind: float64 [n, d_out].
+
+    Args:
+        layer: Names of its parameters.
+        state: From which the coefficients start.
+        coefficients: After how many steps.
+        queries: float32 [n, d_in].
+    """
     weight = left_behind(state, layer.weight, coefficients.weight)
     out = queries.double().numpy() @ weight.T
     if layer.bias is not None and coefficients.bias is not None:
@@ -118,7 +133,7 @@ def rebuild(
     selected: np.ndarray,
     device: torch.device,
     stop: Stop | None = None,
-    advance: Callable[[int], None] | None = None,
+    watch: Callable[[Tile], None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Add up the selected rows' outer products, and their values for the bias.
 
@@ -129,7 +144,7 @@ def rebuild(
         selected: bool [total], by position.
         device: Where tiles are multiplied.
         stop: Asked between tiles.
-        advance: Called with the number of rows of each tile.
+        watch: Called with each tile.
 
     Returns:
         Weight, float64 [groups, d_out, d_in], and bias, float64 [groups, d_out], None without one.
@@ -157,8 +172,8 @@ def rebuild(
                 weight[group].addmm_(scaled.T, keys[first:last])
                 if bias is not None and of_bias is not None:
                     bias[group].addmv_(own_values.T, of_bias[first:last])
-            if advance is not None:
-                advance(len(tile.positions))
+            if watch is not None:
+                watch(tile)
     return weight, bias
 
 
@@ -166,7 +181,7 @@ def row_coefficients(
     layer: Layer, coefficients: LayerCoefficients, positions: np.ndarray, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """c, and c' where there is a bias, of the rows at these positions, int64 [m]: float64 [m]."""
-    steps = layer.space.steps[positions]
+    steps = layer.space.steps[positions] - coefficients.start
     of_weight = torch.from_numpy(coefficients.weight.c[steps]).to(device)
     if coefficients.bias is None:
         return of_weight, None

@@ -1,7 +1,8 @@
 """Verification: does what was recorded rebuild the trained weights?
 
 Per layer, in float64: W_T' = p W_0 + r m_0 + sum_t c_t E_t from the ledger's coefficients and the
-rows' outer products, compared with the stored W_T. All files are hashed on the way.
+rows' outer products, compared with the stored W_T; and every state stored on the way against the
+rows since the one before it. All files are hashed on the way.
 """
 
 from __future__ import annotations
@@ -14,10 +15,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from dualform.engine.errors import EngineError
+from dualform.engine.errors import DataLossError
 from dualform.engine.index import Index, Layer
+from dualform.engine.intervals import IntervalCheck
 from dualform.engine.output import left_behind, rebuild
-from dualform.store.errors import StoreError
+from dualform.engine.shards import Tile
+from dualform.store.errors import DamagedError
+from dualform.store.files import FileEntry, check_digest
+from dualform.store.index import REBUILD, IndexLayer, IndexManifest
+from dualform.store.ledger import InexactMark
 
 TOLERANCE = 1e-4
 """Relative error up to which weights count as rebuilt: training rounds in float32 at every step."""
@@ -33,7 +39,11 @@ class LayerReport:
         weight_error: |W_T' - W_T| / |W_T - W_0| in the Frobenius norm; None if not rebuilt.
         bias_error: Likewise for the bias; None without one.
         exact_steps: Steps from the start up to which the layer is exact.
+        inexact: From which step on it is not, and why.
         note: Why it was not rebuilt, or what is wrong; empty otherwise.
+        states: How many states were stored on the way.
+        bad_steps: The first two states (after how many steps) between which the rows do not add
+            up; None where they all do.
     """
 
     layer: str
@@ -42,6 +52,8 @@ class LayerReport:
     bias_error: float | None
     exact_steps: int
     note: str
+    states: int = 0
+    bad_steps: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -104,32 +116,72 @@ def _verify_layer(index: Index, layer: Layer, advance: Callable[[int], None]) ->
     own = layer.manifest
     first_mark = min(own.inexact, key=lambda mark: mark.from_step, default=None)
     exact_steps = index.steps if first_mark is None else min(first_mark.from_step, index.steps)
-    final = index.state(own.name, "final")
     note = ""
     if first_mark is not None:
         note = f"not exact from step {first_mark.from_step} on: {first_mark.reason}"
     elif not own.values:
         note = "indexed without values: weights can't be rebuilt"
-    elif final is None:
+    elif own.final is None:
         note = "the recording was cut short: there are no final weights to compare with"
-    if note or final is None:
-        advance(layer.space.total)
-        return LayerReport(own.name, True, None, None, exact_steps, note)
-    initial = index.state(own.name, "initial")
+    whole = not note
+    check = IntervalCheck(index, layer, final=whole, up_to=exact_steps, tolerance=TOLERANCE)
+
+    def watch(tile: Tile) -> None:
+        check.add(tile)
+        advance(len(tile.positions))
+
+    weight_error = bias_error = None
+    wanted = layer.space.steps < check.last_step
+    if whole:
+        weight_error, bias_error = _rebuild(index, layer, watch)
+    elif own.values and check.last_step > 0:
+        for shard in layer.shards:
+            inside = wanted[shard.start : shard.start + shard.rows]
+            for tile in shard.tiles(inside, 1, values=True):
+                watch(tile)
+    if not whole:
+        advance(layer.rows - (int(np.count_nonzero(wanted)) if own.values else 0))
+    if own.values:
+        check.finish()
+    faults = []
+    if not all(error is None or error <= TOLERANCE for error in (weight_error, bias_error)):
+        faults.append(f"the rows do not rebuild the weights to {TOLERANCE:g}")
+    if check.bad is not None:
+        faults.append(
+            f"steps {check.bad.first} to {check.bad.last} do not add up: {check.bad.what} is off "
+            f"by {check.bad.error:.2g}"
+        )
+    return LayerReport(
+        layer=own.name,
+        ok=not faults,
+        weight_error=weight_error,
+        bias_error=bias_error,
+        exact_steps=exact_steps,
+        inexact=own.inexact,
+        note="; ".join([*faults, *([note] if note else [])]),
+        states=len(own.states),
+        bad_steps=None if check.bad is None else (check.bad.first, check.bad.last),
+    )
+
+
+def _rebuild(
+    index: Index, layer: Layer, watch: Callable[[Tile], None]
+) -> tuple[float, float | None]:
+    """Errors of the weight and the bias, rebuilt from the initial state and all rows."""
+    own = layer.manifest
+    initial, final = index.state(own.name, "initial"), index.state(own.name, "final")
     assert initial is not None
+    assert final is not None
     coefficients = index.ledger_coefficients(own.name, index.steps)
     everything = np.ones(layer.rows, bool)
     device = torch.device("cpu")
-    weight, bias = rebuild(layer, coefficients, None, everything, device, advance=advance)
+    weight, bias = rebuild(layer, coefficients, None, everything, device, watch=watch)
     rebuilt = left_behind(initial, own.weight, coefficients.weight) + weight[0].numpy()
     weight_error = _relative(rebuilt, final[own.weight], initial[own.weight])
-    bias_error = None
-    if own.bias is not None and bias is not None and coefficients.bias is not None:
-        rebuilt = left_behind(initial, own.bias, coefficients.bias) + bias[0].numpy()
-        bias_error = _relative(rebuilt, final[own.bias], initial[own.bias])
-    ok = weight_error <= TOLERANCE and (bias_error is None or bias_error <= TOLERANCE)
-    note = "" if ok else f"the rows do not rebuild the weights to {TOLERANCE:g}"
-    return LayerReport(own.name, ok, weight_error, bias_error, exact_steps, note)
+    if own.bias is None or bias is None or coefficients.bias is None:
+        return weight_error, None
+    rebuilt = left_behind(initial, own.bias, coefficients.bias) + bias[0].numpy()
+    return weight_error, _relative(rebuilt, final[own.bias], initial[own.bias])
 
 
 def _relative(rebuilt: np.ndarray, final: np.ndarray, initial: np.ndarray) -> float:
