@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -29,7 +30,12 @@ class Grouping:
 
 
 def group(column: pa.Array) -> Grouping:
-    """Group rows by a column of int64, float64, string or bool."""
+    """Group rows by a column of int64, float64, string or bool.
+
+    Equal numbers are one group (-0.0 is 0.0), and so are all NaNs.
+    """
+    if pa.types.is_floating(column.type):
+        column = pc.if_else(pc.is_nan(column), math.nan, pc.add(column, 0.0))
     encoded = column.dictionary_encode()
     values = encoded.dictionary
     if pa.types.is_boolean(values.type):  # pyarrow does not sort them

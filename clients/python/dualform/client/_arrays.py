@@ -36,8 +36,14 @@ def query_matrix(queries: object) -> npt.NDArray[np.float32]:
         InvalidArgumentError: Not float32 (nothing is rounded behind the user's back), or not
             two-dimensional.
     """
-    if type(queries).__module__.partition(".")[0] == "torch":
+    if hasattr(queries, "detach"):
         queries = _from_torch(queries)
+    if isinstance(queries, np.ma.MaskedArray) and np.ma.is_masked(queries):
+        raise InvalidArgumentError(
+            "queries have masked numbers; every number of a query counts: fill them, as in "
+            "queries.filled(0)",
+            field="queries",
+        )
     try:
         array = np.asarray(queries)
     except ValueError as error:
@@ -151,9 +157,11 @@ def int64(value: object, field: str) -> int:
     """`value` as an int that fits 64 bits.
 
     Raises:
-        InvalidArgumentError: It is none.
+        InvalidArgumentError: It is none; True and False are none.
     """
     try:
+        if isinstance(value, (bool, np.bool_)):
+            raise TypeError
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         raise InvalidArgumentError(
@@ -186,7 +194,12 @@ def _from_torch(tensor: Any) -> npt.NDArray[Any]:
         raise InvalidArgumentError(
             "queries are torch.bfloat16; float32 is needed: pass queries.float()", field="queries"
         )
-    array: npt.NDArray[Any] = tensor.detach().cpu().numpy()
+    try:
+        array: npt.NDArray[Any] = tensor.detach().cpu().resolve_conj().resolve_neg().numpy()
+    except (TypeError, RuntimeError) as error:  # sparse, quantised, on the meta device
+        raise InvalidArgumentError(
+            f"queries are a tensor that does not become an array ({error})", field="queries"
+        ) from None
     return array
 
 

@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from numbers import Real
 
 from dualform.client.errors import DeadlineExceededError, InvalidArgumentError
 
@@ -59,9 +60,10 @@ class Deadline:
     """
 
     def __init__(self, timeout: float | None) -> None:
-        if timeout is not None and not timeout > 0:
+        number = timeout is None or (isinstance(timeout, Real) and not isinstance(timeout, bool))
+        if not number or (timeout is not None and not timeout > 0):
             raise InvalidArgumentError(
-                f"timeout={timeout}: seconds above 0 are needed (math.inf for no limit)",
+                f"timeout={timeout!r}: seconds above 0 are needed (math.inf for no limit)",
                 field="timeout",
             )
         self._timeout = None if timeout is None or math.isinf(timeout) else timeout
