@@ -129,4 +129,7 @@ def test_verify_names_damage(path: Path) -> None:
     flip(path / "layers/fc/000001.values.npy", 300)
     report = verify_index(path)
     assert not report.ok
-    assert "000001.values.npy" in report.damage
+    (damage,) = report.damage
+    assert damage.file == "layers/fc/000001.values.npy"
+    assert (damage.layer, damage.first_row, damage.last_row) == ("fc", 200, 399)
+    assert "digest" in damage.what

@@ -312,6 +312,8 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+# Dynamo looks at .grad of every tensor that it wraps, and torch warns of its own doing.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 def test_compiled_models(tmp_path: Path, backend: str, fresh_compiler: None) -> None:
     trained = train(

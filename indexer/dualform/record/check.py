@@ -2,9 +2,9 @@
 
 Freivalds' test with private random vectors u and v, fixed for the run: u'Gv of the gradient at the
 step, against the rows' sum of (u.e)(x.v). Of a large gradient each step reads one part, in a
-private random order that comes round every `PARTS` steps (docs/decisions/0006-recorder-checks.md says what
-this costs and what it can miss). A failed test is confirmed on the whole gradient in float64
-before a layer is called inexact.
+private random order that comes round every `PARTS` steps (docs/decisions/0006-recorder-checks.md
+says what this costs and what it can miss). A failed test is confirmed on the whole gradient in
+float64 before a layer is called inexact.
 """
 
 from __future__ import annotations

@@ -39,6 +39,18 @@ class OptimizerView:
         buffer = state.get("momentum_buffer")
         return buffer if isinstance(buffer, torch.Tensor) else None
 
+    def kernel_scale(self) -> float:
+        """What the step itself multiplies gradients by, before anything else.
+
+        torch.amp.GradScaler leaves unscaling to fused kernels: 1 / loss scale. 0 where the kernel
+        was told that the gradients are not finite, and will not step.
+        """
+        scale = getattr(self.optimizer, "grad_scale", None)
+        found = getattr(self.optimizer, "found_inf", None)
+        if isinstance(found, torch.Tensor) and bool(found):
+            return 0.0
+        return 1 / float(scale) if isinstance(scale, torch.Tensor) else 1.0
+
     def row(
         self, step: int, name: str, parameter: torch.Tensor, scale: float, took_part: bool
     ) -> LedgerRow:

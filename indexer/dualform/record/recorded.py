@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -84,7 +86,8 @@ class RecordedLayer:
         passes = self.capture.committed()
         mark = self._first_mark() if step == 0 else None
         sides = Sides(passes)
-        weight = self._weight_verdict(sides)
+        kernel = self._optimizer.kernel_scale()
+        weight = self._weight_verdict(sides) if kernel else Verdict(False)
         keep = weight.took_part and not weight.zeroed
         if keep and not self.capture.ever:
             grad = self.capture.weight.grad
@@ -95,7 +98,13 @@ class RecordedLayer:
             sides = Sides([])
         verdicts = [(weight, sides.weight_size)]
         if self.capture.bias is not None:
-            verdicts.append((self._bias_verdict(weight, sides), sides.bias_size))
+            bias = self._bias_verdict(weight, sides) if kernel else Verdict(False)
+            verdicts.append((bias, sides.bias_size))
+        if kernel != 1:
+            verdicts = [
+                (replace(own, scale=own.scale * kernel, probe=own.probe * kernel), size * kernel)
+                for own, size in verdicts
+            ]
         self._rows = [
             (self._optimizer.row(step, name, p, verdict.scale, verdict.took_part), verdict, size)
             for (name, p), (verdict, size) in zip(self.parameters.items(), verdicts, strict=True)

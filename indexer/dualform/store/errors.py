@@ -39,4 +39,5 @@ class DamagedError(StoreError):
 
     def __init__(self, path: Path | str, what: str, remedy: str) -> None:
         self.path = Path(path)
+        self.what = what
         super().__init__(f"{path}: {what}; {remedy}")

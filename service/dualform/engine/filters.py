@@ -22,7 +22,7 @@ MAX_DEPTH = 64
 
 _INT64 = range(-(2**63), 2**63)
 
-_COMPARE = {
+_COMPARE: dict[int, Any] = {
     pb.OPERATOR_EQ: pc.equal,
     pb.OPERATOR_NE: pc.not_equal,
     pb.OPERATOR_LT: pc.less,

@@ -7,8 +7,8 @@ rows since the one before it. All files are hashed on the way.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,24 @@ from dualform.store.ledger import InexactMark
 
 TOLERANCE = 1e-4
 """Relative error up to which weights count as rebuilt: training rounds in float32 at every step."""
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A file that is not what was written.
+
+    Attributes:
+        file: Its name, relative to the index.
+        what: What was found.
+        layer: The layer whose file it is; None for files of all.
+        first_row, last_row: Row ids, both included, that a shard's file is about; None for others.
+    """
+
+    file: str
+    what: str
+    layer: str | None = None
+    first_row: int | None = None
+    last_row: int | None = None
 
 
 @dataclass(frozen=True)
@@ -51,6 +69,7 @@ class LayerReport:
     weight_error: float | None
     bias_error: float | None
     exact_steps: int
+    inexact: tuple[InexactMark, ...]
     note: str
     states: int = 0
     bad_steps: tuple[int, int] | None = None
@@ -63,14 +82,14 @@ class VerifyReport:
     Attributes:
         path: The index.
         ok: Every file is whole and every layer is ok.
-        damage: What is damaged, or empty.
+        damage: Every damaged file; empty where all are whole.
         steps: Optimizer steps of the training run.
         layers: Per layer.
     """
 
     path: str
     ok: bool
-    damage: str
+    damage: tuple[Damage, ...]
     steps: int
     layers: tuple[LayerReport, ...]
 
@@ -86,6 +105,7 @@ def verify_index(
 
     A layer that is not exact throughout, or has no values, is not rebuilt, and says why; it counts
     as ok, as it claims nothing. So does a recording that was cut short: its final weights are lost.
+    Where files are damaged, no layer is rebuilt.
 
     Args:
         path: The index.
@@ -94,8 +114,42 @@ def verify_index(
     Raises:
         StoreError: There is no index, or its manifest can't be read.
     """
+    path = Path(path)
+    manifest = IndexManifest.load(path)
+    damage = [
+        Damage(entry.name, error.what, layer, *rows)
+        for entry, layer, rows in _files(manifest)
+        if (error := _damage(path, entry)) is not None
+    ]
+    if not damage:
+        try:
+            layers = _verify_layers(path, progress)
+            ok = all(own.ok for own in layers)
+            return VerifyReport(str(path), ok, (), manifest.steps, layers)
+        except DamagedError as error:  # whole, but its content is not what it must be
+            damage = [Damage(_name(path, error.path), error.what)]
+        except DataLossError as error:  # damaged since it was hashed
+            damage = [Damage(".", str(error))]
+    reports = tuple(
+        LayerReport(
+            layer=own.name,
+            ok=False,
+            weight_error=None,
+            bias_error=None,
+            exact_steps=_exact_steps(manifest.steps, own),
+            inexact=own.inexact,
+            note="not rebuilt: the index is damaged",
+        )
+        for own in manifest.layers.values()
+    )
+    return VerifyReport(str(path), False, tuple(damage), manifest.steps, reports)
+
+
+def _verify_layers(
+    path: Path, progress: Callable[[int, int], None] | None
+) -> tuple[LayerReport, ...]:
     with Index.open(path, device="cpu", use_faiss=False) as index:
-        total = sum(layer.space.total for layer in index.layers.values())
+        total = sum(layer.rows for layer in index.layers.values())
         done = 0
 
         def advance(rows: int) -> None:
@@ -104,18 +158,13 @@ def verify_index(
             if progress is not None:
                 progress(done, total)
 
-        try:
-            index.verify_files()
-            layers = tuple(_verify_layer(index, layer, advance) for layer in index.layers.values())
-        except (EngineError, StoreError) as error:
-            return VerifyReport(str(path), False, str(error), index.steps, ())
-        return VerifyReport(str(path), all(own.ok for own in layers), "", index.steps, layers)
+        return tuple(_verify_layer(index, layer, advance) for layer in index.layers.values())
 
 
 def _verify_layer(index: Index, layer: Layer, advance: Callable[[int], None]) -> LayerReport:
     own = layer.manifest
     first_mark = min(own.inexact, key=lambda mark: mark.from_step, default=None)
-    exact_steps = index.steps if first_mark is None else min(first_mark.from_step, index.steps)
+    exact_steps = _exact_steps(index.steps, own)
     note = ""
     if first_mark is not None:
         note = f"not exact from step {first_mark.from_step} on: {first_mark.reason}"
@@ -190,3 +239,51 @@ def _relative(rebuilt: np.ndarray, final: np.ndarray, initial: np.ndarray) -> fl
     error = float(np.linalg.norm(rebuilt - final))
     moved = float(np.linalg.norm(final - initial.astype(np.float64)))
     return error / moved if moved > 0 else (0.0 if error == 0 else np.inf)
+
+
+def _exact_steps(steps: int, layer: IndexLayer) -> int:
+    return min([steps, *(mark.from_step for mark in layer.inexact)])
+
+
+_Rows = tuple[int, int] | tuple[None, None]
+
+
+def _files(manifest: IndexManifest) -> Iterator[tuple[FileEntry, str | None, _Rows]]:
+    """Every file that the manifest names, with the layer and the row ids that it is about."""
+    for entry in _entries([manifest.ledger, manifest.examples]):
+        yield entry, None, (None, None)
+    for space in manifest.spaces:
+        for place in space.shards:
+            yield place.sidecar, None, (place.start, place.start + place.rows - 1)
+    for layer in manifest.layers.values():
+        own = [getattr(layer, field.name) for field in fields(layer) if field.name != "shards"]
+        for entry in _entries(own):
+            yield entry, layer.name, (None, None)
+        places = manifest.spaces[layer.space].shards
+        for place, shard in zip(places, layer.shards, strict=True):
+            for entry in _entries(shard):
+                yield entry, layer.name, (place.start, place.start + place.rows - 1)
+
+
+def _entries(value: object) -> Iterator[FileEntry]:
+    """Every FileEntry in a part of the manifest: a kind of file that comes later is checked too."""
+    if isinstance(value, FileEntry):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _entries(item)
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from _entries(getattr(value, field.name))
+
+
+def _damage(path: Path, entry: FileEntry) -> DamagedError | None:
+    try:
+        check_digest(path, entry, REBUILD)
+    except DamagedError as error:
+        return error
+    return None
+
+
+def _name(directory: Path, file: Path) -> str:
+    return file.relative_to(directory).as_posix() if file.is_relative_to(directory) else str(file)
