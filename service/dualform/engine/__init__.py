@@ -2,10 +2,11 @@
 
 from dualform.engine.index import Index, Layer
 from dualform.engine.results import Coverage, DualOutput, Sums, TopK
-from dualform.engine.verify import LayerReport, VerifyReport, verify_index
+from dualform.engine.verify import Damage, LayerReport, VerifyReport, verify_index
 
 __all__ = [
     "Coverage",
+    "Damage",
     "DualOutput",
     "Index",
     "Layer",

@@ -56,8 +56,8 @@ class LayerReport:
         ok: The weights rebuild within TOLERANCE, or there is a reason why they need not.
         weight_error: |W_T' - W_T| / |W_T - W_0| in the Frobenius norm; None if not rebuilt.
         bias_error: Likewise for the bias; None without one.
-        exact_steps: Steps from the start up to which the layer is exact.
-        inexact: From which step on it is not, and why.
+        exact_steps: Steps from the start up to which the layer is exact: the largest at_step.
+        inexact: The recorder's marks: from which step on the rows do not add up, and why.
         note: Why it was not rebuilt, or what is wrong; empty otherwise.
         states: How many states were stored on the way.
         bad_steps: The first two states (after how many steps) between which the rows do not add

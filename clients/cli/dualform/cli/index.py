@@ -161,8 +161,11 @@ def _verify(options: argparse.Namespace) -> int:
 
 def _print_report(report: VerifyReport) -> None:
     print(f"{report.path}: {report.steps:,} steps; {'ok' if report.ok else 'NOT OK'}")
-    if report.damage:
-        print(f"damaged: {report.damage}")
+    for damage in report.damage:
+        about = [] if damage.layer is None else [f"layer {damage.layer}"]
+        if damage.first_row is not None:
+            about.append(f"rows {damage.first_row:,} to {damage.last_row:,}")
+        print(f"damaged: {damage.file} ({', '.join(about) or 'all layers'}): {damage.what}")
     if report.layers:
         print()
         print_table(
