@@ -11,6 +11,7 @@ from dualform.record.errors import (
     RecorderClosedError,
     RecordError,
     RecordingFailedError,
+    ResumeError,
 )
 from dualform.record.layers import LayerKind
 from dualform.record.recorder import Recorder
@@ -27,6 +28,7 @@ __all__ = [
     "Recorder",
     "RecorderClosedError",
     "RecordingFailedError",
+    "ResumeError",
     "Sink",
     "StepBatch",
 ]

@@ -32,6 +32,10 @@ class Annotations:
         self.current: Mapping[str, Column] = {}
         self._types: dict[str, str] = {}
 
+    def resume(self, types: Mapping[str, str]) -> None:
+        """Go on with a recording whose columns have these types."""
+        self._types.update(types)
+
     def set(self, columns: Mapping[str, Any]) -> None:
         """Replace the annotation in force.
 

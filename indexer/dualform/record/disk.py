@@ -17,6 +17,8 @@ from dualform.record.buffers import Buffer
 from dualform.record.errors import RecordingFailedError
 from dualform.record.sink import CapturedPass, State, StepBatch
 from dualform.store.ledger import InexactMark
+from dualform.store.recording import Recording
+from dualform.store.recording_cut import cut_recording
 from dualform.store.recording_format import RecordingManifest
 from dualform.store.recording_writer import Examples, Record, RecordingWriter, StepPass
 
@@ -66,7 +68,21 @@ class DiskSink:
         Raises:
             ExistsError: The path is there already.
         """
-        self._writer = RecordingWriter(self.path, manifest)
+        self._start(RecordingWriter(self.path, manifest))
+
+    def resume(self, recording: Recording, step: int) -> None:
+        """Instead of `open`: drop everything after `step` steps of this recording, and go on.
+
+        Args:
+            recording: Of this path; not to be used afterwards.
+            step: At most as many as it has.
+        """
+        segments = cut_recording(recording, step)
+        self._steps = self._committed_steps = step
+        self._start(RecordingWriter.resume(self.path, recording.manifest, segments))
+
+    def _start(self, writer: RecordingWriter) -> None:
+        self._writer = writer
         self._thread = threading.Thread(target=self._run, name="dualform-record", daemon=True)
         self._thread.start()
 
@@ -87,7 +103,8 @@ class DiskSink:
                 "record fewer layers (layers=[...]), keys alone (values=False), or to another disk",
                 stacklevel=2,
             )
-        self._put(lambda writer: writer.write_initial(initial))
+        if self._writer is not None and not self._writer.has_initial:  # resumed ones have it
+            self._put(lambda writer: writer.write_initial(initial))
 
     def check(self) -> None:
         """Raise what went wrong in the background.

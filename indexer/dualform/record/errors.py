@@ -4,6 +4,7 @@ RecordError
 ├── LayerSelectionError     no such layer, or one that cannot be recorded
 ├── AnnotationError         a column's name, type or size does not fit
 ├── CaptureError            a layer's rows cannot be captured
+├── ResumeError             a recording that can't be continued from this step
 ├── RecorderClosedError     used after close()
 └── RecordingFailedError    the sink failed, such as a full disk
 """
@@ -25,6 +26,10 @@ class AnnotationError(RecordError):
 
 class CaptureError(RecordError):
     """A selected layer is used in a way that leaves no rows to record."""
+
+
+class ResumeError(RecordError):
+    """A recording can't be continued as asked. Nothing of it was dropped."""
 
 
 class RecorderClosedError(RecordError):

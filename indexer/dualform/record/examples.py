@@ -13,11 +13,15 @@ _PNG = b"\x89PNG\r\n\x1a\n"
 
 
 class ExampleIntake:
-    """Checks payloads and remembers which ids had one."""
+    """Checks payloads and remembers which ids had one.
 
-    def __init__(self) -> None:
-        self._seen: set[int | str] = set()
-        self._type: type | None = None
+    Args:
+        seen: Ids that a resumed recording has already.
+    """
+
+    def __init__(self, seen: Sequence[int] | Sequence[str] = ()) -> None:
+        self._seen: set[int | str] = set(seen)
+        self._type: type | None = type(seen[0]) if len(seen) else None
 
     def take(
         self, ids: Sequence[int] | Sequence[str] | np.ndarray, payloads: Sequence[bytes | str]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from types import TracebackType
@@ -18,12 +18,13 @@ from dualform.record.annotations import Annotations, block_of
 from dualform.record.buffers import Pool
 from dualform.record.capture import Pass, Tape
 from dualform.record.disk import DiskSink
-from dualform.record.errors import RecorderClosedError, RecordError
+from dualform.record.errors import RecorderClosedError, RecordError, ResumeError
 from dualform.record.examples import ExampleIntake
 from dualform.record.optimizer import OptimizerView
 from dualform.record.recorded import RecordedLayer
+from dualform.record.resume import resume
 from dualform.record.selection import select_layers
-from dualform.record.sink import CapturedPass, Sink, StepBatch, state_bytes
+from dualform.record.sink import CapturedPass, Sink, StepBatch
 from dualform.store.ledger import InexactMark
 from dualform.store.recording_format import RecordingManifest
 from dualform.store.row_metadata import Block
@@ -55,12 +56,16 @@ class Recorder:
         layers: Names or glob patterns as in `model.named_modules()`; None for every supported
             layer whose weight the optimizer holds, neither parametrised nor tied.
         values: False records keys alone: enough for attention weights, not for outputs.
+        resume_at_step: Continue the recording at this path after so many of its steps: those of the
+            checkpoint that the model and the optimizer were loaded from, before this call. Steps
+            that were recorded after it are dropped.
         steps: How many optimizer steps are planned, if known: a warning comes before the first
             one where they do not fit the disk.
 
     Raises:
         LayerSelectionError: `layers` names nothing that can be recorded.
-        dualform.store.ExistsError: The path exists.
+        dualform.store.ExistsError: The path exists, and `resume_at_step` is not given.
+        ResumeError: The recording can't be continued from there; nothing of it was dropped.
     """
 
     def __init__(
@@ -71,6 +76,7 @@ class Recorder:
         *,
         layers: Sequence[str] | None = None,
         values: bool = True,
+        resume_at_step: int | None = None,
         steps: int | None = None,
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
@@ -85,8 +91,7 @@ class Recorder:
         ]
         self._values = values
         self._planned_steps = steps
-        self._step = 0
-        self._state_bytes = 0
+        self._step = self._first_step = 0
         self._bytes_since_state = 0
         self._open_step: StepBatch | None = None
         self._marks: list[tuple[str, InexactMark]] = []
@@ -95,7 +100,11 @@ class Recorder:
         is_path = isinstance(path_or_sink, (str, os.PathLike))
         self._sink: Sink = DiskSink(path_or_sink) if is_path else path_or_sink  # type: ignore
         specs = {layer.spec.name: layer.spec for layer in self._layers}
-        self._sink.open(RecordingManifest(self._optimizer.name, specs, values, _program()))
+        manifest = RecordingManifest(self._optimizer.name, specs, values, _program())
+        if resume_at_step is None:
+            self._sink.open(manifest)
+        else:
+            self._resume(manifest, resume_at_step)
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -199,7 +208,7 @@ class Recorder:
         step = self._step
         ledger, passes, blocks = [], [], _Blocks(step)
         for layer in self._layers:
-            if step == 0 or step % layer.check_every == 0:
+            if step == self._first_step or step % layer.check_every == 0:
                 self._mark(layer, layer.check_weights(step))
             rows, mark = layer.judge(step)
             ledger.extend(rows)
@@ -207,10 +216,8 @@ class Recorder:
             for item in layer.kept:
                 passes.append(self._captured(layer.spec.name, item, blocks))
         batch = StepBatch(step, passes, blocks.blocks, ledger, tuple(self._marks))
-        if step == 0:
-            state = self._state()
-            self._state_bytes = 2 * state_bytes(state)  # with the momentum buffers to come
-            self._sink.begin(state, batch.nbytes, self._planned_steps)
+        if step == self._first_step:
+            self._sink.begin(self._state(), batch.nbytes, self._planned_steps)
         self._open_step = batch
 
     def _after_step(self, *_: Any) -> None:
@@ -230,12 +237,33 @@ class Recorder:
         """The step's batch, with the state after it where that is due: the layers' that are exact
         and have values, as nothing else starts from a stored state."""
         self._bytes_since_state += batch.nbytes
-        if not self._values or self._bytes_since_state <= STATE_RATIO * self._state_bytes:
+        layers = [layer for layer in self._layers if layer.exact] if self._values else []
+        size = sum(
+            parameter.nbytes * (1 if self._optimizer.momentum(parameter) is None else 2)
+            for layer in layers
+            for parameter in layer.parameters.values()
+        )
+        if not layers or self._bytes_since_state <= STATE_RATIO * size:
             return batch
-        state = self._state(layer for layer in self._layers if layer.exact)
-        self._state_bytes = state_bytes(state)
         self._bytes_since_state = 0
-        return replace(batch, state=state) if state else batch
+        return replace(batch, state=self._state(layers))
+
+    def _resume(self, manifest: RecordingManifest, step: int) -> None:
+        if not isinstance(self._sink, DiskSink):
+            raise ResumeError(
+                "resume_at_step needs the path of a recording, or a DiskSink with it, not "
+                f"{type(self._sink).__name__}"
+            )
+        pairs = {
+            name: (parameter, self._optimizer.momentum(parameter))
+            for layer in self._layers
+            for name, parameter in layer.parameters.items()
+        }
+        resumed = resume(self._sink, manifest, step, pairs)
+        self._annotations.resume(resumed.columns)
+        self._examples = ExampleIntake(resumed.examples)
+        self._step = self._first_step = step
+        self._bytes_since_state = resumed.bytes_since_state
 
     def _captured(self, layer: str, item: Pass, blocks: _Blocks) -> CapturedPass:
         assert item.key is not None
@@ -252,7 +280,7 @@ class Recorder:
             )
             self._marks.append((layer.spec.name, mark))
 
-    def _state(self, layers: Iterable[RecordedLayer] | None = None) -> dict[str, np.ndarray]:
+    def _state(self, layers: Sequence[RecordedLayer] | None = None) -> dict[str, np.ndarray]:
         state: dict[str, np.ndarray] = {}
         for layer in self._layers if layers is None else layers:
             for name, parameter in layer.parameters.items():

@@ -17,11 +17,6 @@ State = Mapping[str, np.ndarray]
 """Weights and biases by parameter name, momentum buffers by "momentum:<parameter>"."""
 
 
-def state_bytes(state: State) -> int:
-    """Bytes of a state's arrays."""
-    return sum(array.nbytes for array in state.values())
-
-
 @dataclass(frozen=True)
 class CapturedPass:
     """The rows that one layer took from one forward pass.
@@ -63,7 +58,7 @@ class StepBatch:
     nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        total = state_bytes(self.state or {})
+        total = sum(array.nbytes for array in (self.state or {}).values())
         for item in self.passes:
             total += len(item.keys.memory)
             total += 0 if item.values is None else len(item.values.memory)

@@ -21,11 +21,11 @@ class WeightProbe:
     """Predicts u'Wv and u'mv (u.b and u.m for a bias) of one parameter and its momentum buffer.
 
     Attributes:
-        since: The step at which both were last looked at.
+        since: The step at which both were last looked at; -1 before the first time.
     """
 
     def __init__(self) -> None:
-        self.since = 0
+        self.since = -1
         self._state: Pair = (0.0, 0.0)
         self._size: Pair = (0.0, 0.0)
         self._noise: Pair = (0.0, 0.0)

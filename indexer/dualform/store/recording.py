@@ -53,6 +53,7 @@ class Recording:
         manifest: Layers, optimizer, whether values were recorded.
         steps: Committed optimizer steps.
         complete: It was closed in an orderly way; otherwise there is no final state.
+        segments: The tables of its committed segments.
         marks: By layer name, from which step on it is inexact and why; every layer has a list.
         schema: Of the row metadata: step, slot, position, then the user's columns.
     """
@@ -69,7 +70,7 @@ class Recording:
         self.steps = sum(segment.steps for segment in segments)
         self.complete = final is not None
         self.marks: dict[str, list[InexactMark]] = {name: [] for name in manifest.layers}
-        self._segments = segments
+        self.segments = segments
         self._final = final
         self._directory = path / SEGMENTS
         self._passes: dict[str, list[PassRecord]] = {name: [] for name in manifest.layers}
@@ -134,7 +135,7 @@ class Recording:
     def ledger(self) -> Ledger:
         """The ledger of all committed steps, every layer's weight and bias."""
         rows: list[LedgerRow] = []
-        for segment in self._segments:
+        for segment in self.segments:
             data = read_checked(self._directory, segment.ledger, RERECORD)
             rows.extend(from_parquet(data))
         return Ledger(rows, self.steps)
@@ -163,7 +164,7 @@ class Recording:
         parts: list[pa.Table] = []
         for block in blocks:
             number, start = self._block_place[block]
-            table = self._rows_of(self._segments[number])
+            table = self._rows_of(self.segments[number])
             parts.append(table.slice(start, self._block_rows[block]))
         return pa.concat_tables(parts) if parts else self.schema.empty_table()
 
@@ -196,9 +197,9 @@ class Recording:
             NotFoundError: The recording was cut off before its first commit.
             DamagedError: The file is not what was written.
         """
-        if not self._segments:
+        if not self.segments:
             raise NotFoundError(f"nothing was committed to {self.path}: record again")
-        return self._state(self.path, self._segments[0].initial)
+        return self._state(self.path, self.segments[0].initial)
 
     def final(self) -> dict[str, np.ndarray] | None:
         """The same after the last step; None where the recording is not complete."""
@@ -212,7 +213,7 @@ class Recording:
         """
         return [
             (step, functools.partial(self._state, self._directory, entry))
-            for segment in self._segments
+            for segment in self.segments
             for step, entry in segment.states
         ]
 
@@ -221,7 +222,7 @@ class Recording:
 
         Text is UTF-8.
         """
-        for segment in self._segments:
+        for segment in self.segments:
             for entry in segment.examples:
                 yield _read_parquet(self.path / EXAMPLES, entry)
 

@@ -112,25 +112,53 @@ class RecordingWriter:
             path.mkdir(parents=True)
         except FileExistsError:
             raise ExistsError(
-                f"{path} exists, and a recording never overwrites: choose another path, "
-                "or remove it first"
+                f"{path} exists, and a recording never overwrites: choose another path, remove it "
+                "first, or continue it with Recorder(..., resume_at_step=...) from a checkpoint"
             ) from None
-        self.path = path
-        self._manifest = manifest
-        self._directory = path / SEGMENTS
-        self._directory.mkdir()
+        (path / SEGMENTS).mkdir()
         (path / EXAMPLES).mkdir()
         manifest.save(path)
         sync_directory(path.parent)
-        self._initial: FileEntry | None = None
-        self._example_files = 0
-        self._segments = 0
-        self.steps = 0
-        self._blocks = 0
+        self._set_up(path, manifest, ())
+
+    @classmethod
+    def resume(
+        cls, path: Path, manifest: RecordingManifest, segments: Sequence[SegmentTable]
+    ) -> RecordingWriter:
+        """Go on after the segments that `cut_recording` left.
+
+        Args:
+            path: The recording.
+            manifest: As it is there.
+            segments: All that it has.
+        """
+        writer = cls.__new__(cls)
+        writer._set_up(path, manifest, segments)
+        return writer
+
+    def _set_up(
+        self, path: Path, manifest: RecordingManifest, segments: Sequence[SegmentTable]
+    ) -> None:
+        self.path = path
+        self._manifest = manifest
+        self._directory = path / SEGMENTS
+        self._initial: FileEntry | None = segments[0].initial if segments else None
+        files = [int(Path(entry.name).stem) for own in segments for entry in own.examples]
+        self._example_files = max(files, default=-1) + 1
+        self._segments = len(segments)
+        self.steps = sum(own.steps for own in segments)
+        self._blocks = sum(len(own.block_rows) for own in segments)
         self._columns: dict[str, str] = {}
+        for own in segments:
+            self._columns.update(own.columns)
         blocks_table([], {})  # pyarrow's first array imports pandas, which takes its time: now
         self._fd: int | None = None
-        self._open = _OpenSegment(first_step=0)
+        self._open = _OpenSegment(first_step=self.steps)
+
+    @property
+    def has_initial(self) -> bool:
+        """Whether the initial state is written."""
+        return self._initial is not None
 
     @property
     def segment_bytes(self) -> int:
@@ -184,7 +212,7 @@ class RecordingWriter:
                 "data": pa.array(examples.data, pa.binary()),
             }
         )
-        self._open.examples.append(write_atomic(self.path / EXAMPLES / name, _parquet(table)))
+        self._open.examples.append(write_atomic(self.path / EXAMPLES / name, parquet_bytes(table)))
         self._example_files += 1
 
     def flush(self) -> None:
@@ -251,7 +279,7 @@ class RecordingWriter:
             steps=self.steps - self._open.first_step,
             initial=self._initial,
             bin_bytes=self._open.offset,
-            rows=write_atomic(self._part("rows.parquet"), _parquet(rows)),
+            rows=write_atomic(self._part("rows.parquet"), parquet_bytes(rows)),
             ledger=write_atomic(self._part("ledger.parquet"), to_parquet(self._open.ledger)),
             passes=self._open.passes,
             first_block=self._blocks,
@@ -269,7 +297,8 @@ class RecordingWriter:
         return self._directory / segment_name(self._segments, suffix)
 
 
-def _parquet(table: pa.Table) -> bytes:
+def parquet_bytes(table: pa.Table) -> bytes:
+    """A table as a Parquet file."""
     sink = io.BytesIO()
     pq.write_table(table, sink, compression="zstd")
     return sink.getvalue()

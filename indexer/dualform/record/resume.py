@@ -1,0 +1,212 @@
+"""Continuing a recording after a restart: is the checkpoint the one that the memory led to?
+
+The rows since the latest state before it must rebuild the weights and momentum buffers that were
+loaded, in float64. Nothing is dropped until they do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+
+from dualform.record.disk import DiskSink
+from dualform.record.errors import ResumeError
+from dualform.store.errors import NotFoundError
+from dualform.store.ledger import Coefficients, Ledger
+from dualform.store.recording import LayerSpec, PassRecord, Recording, RecordingManifest
+from dualform.store.recording_format import padded
+
+TOLERANCE = 1e-4
+"""Largest difference from the rebuilt state, relative to the way since the state it starts from."""
+
+_FLOAT32_UNIT = 2.0**-24
+_CHUNK = 2048
+
+Pair = tuple[torch.Tensor, torch.Tensor | None]
+"""A parameter and its momentum buffer, if it has one."""
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a recording has so far.
+
+    Attributes:
+        columns: Types of its metadata columns by name.
+        examples: Ids that have a payload.
+        bytes_since_state: Of its rows since its latest state.
+    """
+
+    columns: Mapping[str, str]
+    examples: Sequence[int] | Sequence[str]
+    bytes_since_state: int
+
+
+def resume(
+    sink: DiskSink, manifest: RecordingManifest, step: int, pairs: Mapping[str, Pair]
+) -> Resumed:
+    """Check what was loaded, cut the recording back to `step`, and let the sink go on from there.
+
+    Args:
+        sink: With the path of the recording; neither opened nor resumed yet.
+        manifest: What is going to be recorded.
+        step: How many steps the checkpoint has behind it.
+        pairs: By parameter name, as they are now.
+
+    Raises:
+        ResumeError: There is no such recording or step, or it does not fit; nothing was dropped.
+        StoreError: The recording can't be read; likewise.
+    """
+    try:
+        recording = Recording.open(sink.path)
+    except NotFoundError as error:
+        raise ResumeError(
+            f"resume_at_step={step}: {error}; without resume_at_step a new one is started"
+        ) from None
+    with recording:
+        _check_manifest(recording, manifest)
+        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= recording.steps:
+            raise ResumeError(
+                f"resume_at_step is {step!r}; {recording.path} can be continued from 0 to "
+                f"{recording.steps:,} steps, the last that was committed: load a checkpoint of "
+                "one of these steps"
+            )
+        if recording.segments and manifest.values:
+            ledger = recording.ledger()
+            for spec in manifest.layers.values():
+                if all(mark.from_step >= step for mark in recording.marks[spec.name]):
+                    _check_layer(recording, ledger, spec, step, pairs)
+        sink.resume(recording, step)
+    with Recording.open(sink.path) as kept:
+        return Resumed(
+            columns={key: kind for own in kept.segments for key, kind in own.columns.items()},
+            examples=[i for table in kept.example_tables() for i in table["id"].to_pylist()],
+            bytes_since_state=_bytes_since_state(kept),
+        )
+
+
+def _check_manifest(recording: Recording, manifest: RecordingManifest) -> None:
+    there = recording.manifest
+    problem = None
+    if there.optimizer != manifest.optimizer:
+        problem = f"its optimizer was {there.optimizer}, not {manifest.optimizer}"
+    elif there.values != manifest.values:
+        problem = f"it was recorded with values={there.values}, not values={manifest.values}"
+    elif list(there.layers) != list(manifest.layers):
+        problem = f"its layers are {list(there.layers)}, not {list(manifest.layers)}"
+    else:
+        for name, spec in manifest.layers.items():
+            for field in fields(LayerSpec):
+                old, new = getattr(there.layers[name], field.name), getattr(spec, field.name)
+                if problem is None and old != new:
+                    problem = f"{field.name} of layer {name!r} was {old!r}, not {new!r}"
+    if problem is not None:
+        raise ResumeError(
+            f"{recording.path} can't be continued: {problem}; make the recorder with what it was "
+            "made with, or record to another path"
+        )
+
+
+def _check_layer(
+    recording: Recording, ledger: Ledger, spec: LayerSpec, step: int, pairs: Mapping[str, Pair]
+) -> None:
+    start, state = 0, recording.initial()
+    for after, read in reversed(recording.states()):
+        if after <= step and spec.weight in (found := read()):
+            start, state = after, found
+            break
+    for parameter in spec.parameters:
+        tensor, buffer = pairs[parameter]
+        before = state[parameter].astype(np.float64)
+        zeros = np.zeros_like(before)
+        before_buffer = state.get(f"momentum:{parameter}", zeros).astype(np.float64)
+        now = _array(tensor)
+        now_buffer = zeros if buffer is None else _array(buffer)
+        plain = ledger.coefficients(parameter, step, start)
+        other = ledger.momentum_coefficients(parameter, step, start)
+        rows, rows_buffer = _sums(recording, spec, parameter, start, (plain, other), now.shape)
+        way = float(np.linalg.norm(now - before))
+        rebuilt = plain.p * before + plain.r * before_buffer + rows
+        _compare(f"parameter {parameter!r}", step, step - start, rebuilt, now, way)
+        rebuilt = other.p * before + other.r * before_buffer + rows_buffer
+        size = float(np.linalg.norm(rebuilt))
+        _compare(
+            f"the momentum buffer of {parameter!r}", step, step - start, rebuilt, now_buffer, size
+        )
+
+
+def _compare(
+    what: str, step: int, steps: int, rebuilt: np.ndarray, now: np.ndarray, way: float
+) -> None:
+    difference = float(np.linalg.norm(rebuilt - now))
+    size = float(np.linalg.norm(rebuilt))
+    # Beside the tolerance: what rounding to float32, once a step and at random, may leave.
+    if difference <= TOLERANCE * way + 4 * (steps + 1) ** 0.5 * _FLOAT32_UNIT * size:
+        return
+    relative = difference / size if size > 0 else float("inf")
+    raise ResumeError(
+        f"resume_at_step={step}: {what} is not what the recording says it was after {step} steps "
+        f"(relative difference {relative:.2g}); load the model's and the optimizer's state of the "
+        "checkpoint of that step before making the recorder. Nothing was dropped"
+    )
+
+
+def _sums(
+    recording: Recording,
+    spec: LayerSpec,
+    parameter: str,
+    start: int,
+    coefficients: tuple[Coefficients, Coefficients],
+    shape: tuple[int, ...],
+) -> tuple[np.ndarray, np.ndarray]:
+    """sum c_t E_t over the rows of the coefficients' steps, for each of the two."""
+    totals = [torch.zeros(shape, dtype=torch.float64) for _ in coefficients]
+    steps = len(coefficients[0].c)
+    own = [r for r in recording.passes(spec.name) if start <= r.step < start + steps]
+    for offsets, keys, values in _chunks(recording, spec, own, start):
+        for total, factors in zip(totals, coefficients, strict=True):
+            scaled = values * torch.from_numpy(factors.c[offsets])[:, None]
+            if parameter == spec.weight:
+                total.addmm_(scaled.T, keys)
+            else:
+                total += scaled.sum(0)
+    return totals[0].numpy(), totals[1].numpy()
+
+
+def _chunks(
+    recording: Recording, spec: LayerSpec, passes: Sequence[PassRecord], start: int
+) -> Iterator[tuple[np.ndarray, torch.Tensor, torch.Tensor]]:
+    """Rows of several passes at once: step less `start`, keys and values, float64."""
+    waiting: list[PassRecord] = []
+    rows = 0
+    for number, record in enumerate(passes, 1):
+        waiting.append(record)
+        rows += record.rows
+        if rows < _CHUNK and number < len(passes):
+            continue
+        keys = np.empty((rows, spec.d_in), np.float32)
+        values = np.empty((rows, spec.d_out), np.float32)
+        first = 0
+        for own in waiting:
+            recording.read_keys(own, keys[first : first + own.rows])
+            recording.read_values(own, values[first : first + own.rows])
+            first += own.rows
+        offsets = np.repeat([own.step - start for own in waiting], [own.rows for own in waiting])
+        yield offsets, torch.from_numpy(keys).double(), torch.from_numpy(values).double()
+        waiting, rows = [], 0
+
+
+def _bytes_since_state(recording: Recording) -> int:
+    latest = max((after for after, _ in recording.states()), default=0)
+    return sum(
+        padded(record.keys.nbytes) + (0 if record.values is None else padded(record.values.nbytes))
+        for name in recording.manifest.layers
+        for record in recording.passes(name)
+        if record.step >= latest
+    )
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    return np.asarray(tensor.detach().double().cpu().numpy())
