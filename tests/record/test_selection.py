@@ -116,7 +116,7 @@ def test_a_path_that_exists(tmp_path: Path) -> None:
 def test_options_that_do_not_exist_are_refused(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(TypeError, match="resume_at_step"):
-        Recorder(model, optimizer, tmp_path / "r", resume_at_step=9)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="compression"):
+        Recorder(model, optimizer, tmp_path / "r", compression=9)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="Optimizer"):
         Recorder(model, model.parameters(), tmp_path / "r")  # type: ignore[arg-type]
