@@ -34,18 +34,13 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(16, 20, generator=random), torch.randint(0, 5, (16,), generator=random)
 
 
-def train(
-    model: nn.Module, optimizer: torch.optim.SGD, watching: Recorder, step: int, factor: float = 1.0
-) -> None:
+def train(model: nn.Module, optimizer: torch.optim.SGD, watching: Recorder, step: int) -> None:
     """One step."""
     x, y = batch(step)
     watching.annotate(label=y, example=torch.arange(16) + 16 * step, task=f"part {step // 20}")
     watching.add_examples([step // 5], [f"five steps from {step // 5 * 5} on"])
     optimizer.zero_grad()
     nn.functional.cross_entropy(model(x), y).backward()
-    for parameter in model.parameters():
-        assert parameter.grad is not None
-        parameter.grad *= factor
     optimizer.step()
 
 
