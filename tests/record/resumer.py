@@ -14,8 +14,6 @@ from torch import nn
 
 from dualform.record import DiskSink, Recorder, recorder
 
-recorder.STATE_RATIO = 1
-
 
 def network() -> tuple[nn.Module, torch.optim.SGD]:
     """The same at every start."""
@@ -64,6 +62,7 @@ def main(
     path: Path, folder: Path, steps: int, every: int, size: int, pause: float, start: int | None
 ) -> None:
     """Train and record, from a checkpoint where `start` is given."""
+    recorder.STATE_RATIO = 1
     model, optimizer = network() if start is None else load(folder, start)
     sink = DiskSink(path, segment_bytes=size)
     with Recorder(model, optimizer, sink, resume_at_step=start) as watching:
