@@ -172,7 +172,8 @@ class LayerCapture:
         if rows == 0:
             return
         node = self._kind.node(output, weight)
-        if node is None:
+        compiled = node is None and "CompiledFunction" in output.grad_fn.name()
+        if node is None and not compiled:
             if self._kind.weight(self.module) is not weight:
                 return  # functional_call and the like: not the recorded parameter
             raise CaptureError(
@@ -192,7 +193,12 @@ class LayerCapture:
         tape = self._tape
         annotation, leading = tape.annotations.current, tuple(given.shape[:-1])
         item = Pass(next(tape.numbers), annotation, leading, key, probe)
-        node.register_prehook(lambda gradients: self._backward(item, gradients[0]))
+        if node is None:
+            # The product lies inside a compiled graph that ends at the layer's output. Should
+            # something change the output in place, the check of the gradient will tell.
+            output.register_hook(lambda gradient: self._backward(item, gradient))
+        else:
+            node.register_prehook(lambda gradients: self._backward(item, gradients[0]))
 
     def _backward(self, item: Pass, gradient: torch.Tensor | None) -> None:
         """The node's pre-hook: copy the value, to be committed if the weight accumulates."""
@@ -232,15 +238,25 @@ class LayerCapture:
 
 
 class _ForwardHook:
-    """The hook that lies in the module. Copies of the module get an inert one."""
+    """The hook that lies in the module. Copies of the module get an inert one.
+
+    A compiled model runs it as it is, between two graphs.
+    """
 
     def __init__(self, layer: LayerCapture | None = None) -> None:
-        self._layer = None if layer is None else weakref.ref(layer)
+        self._run: Callable[..., None] | None = None
+        if layer is not None:
+            self._layer = weakref.ref(layer)
+            self._run = torch.compiler.disable(self._forward)
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        layer = None if self._layer is None else self._layer()
+        if self._run is not None:
+            self._run(args, kwargs, output)
+
+    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        layer = self._layer()
         if layer is not None:
             layer.forward(args, kwargs, output)
 
