@@ -12,7 +12,7 @@ from synthetic import make_index
 
 from dualform.engine import Index, verify_index
 from dualform.engine.errors import DataLossError
-from dualform.store import DamagedError, NotFoundError, VersionError
+from dualform.store import DamagedError, IndexManifest, NotFoundError, VersionError
 
 KEYS = np.random.default_rng(0).standard_normal((500, 16)).astype(np.float32)
 VALUES = np.random.default_rng(1).standard_normal((500, 4)).astype(np.float32)
@@ -133,3 +133,9 @@ def test_verify_names_damage(path: Path) -> None:
     assert damage.file == "layers/fc/000001.values.npy"
     assert (damage.layer, damage.first_row, damage.last_row) == ("fc", 200, 399)
     assert "digest" in damage.what
+
+
+def test_a_manifest_nested_too_deeply_is_damaged(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text("[" * 100_000)
+    with pytest.raises(DamagedError, match="not valid JSON"):
+        IndexManifest.load(tmp_path)

@@ -14,10 +14,15 @@ import faiss
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
 from synthetic import make_index, make_recording
 
+from dualform.client import Client
+from dualform.engine import verify_index
 from dualform.index import build_index
+from dualform.record import Recorder
 from dualform.store import ExistsError, IndexManifest, NotFoundError
+from dualform.store.index import layer_directory
 
 ROWS, D_IN, D_OUT = 1000, 24, 5
 
@@ -186,3 +191,50 @@ def test_the_recording_is_left_alone(tmp_path: Path, arrays: dict[str, np.ndarra
     time.sleep(0.01)
     build_index(recording, tmp_path / "again")
     assert {file: file.stat().st_mtime_ns for file in recording.rglob("*")} == before
+
+
+def test_a_layer_that_never_ran_has_no_rows_and_keeps_no_other_from_answering(
+    tmp_path: Path,
+) -> None:
+    model = torch.nn.ModuleDict({"used": torch.nn.Linear(3, 2), "idle": torch.nn.Linear(3, 2)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Recorder(model, optimizer, tmp_path / "recording") as recorder:
+        recorder.annotate(label=[0, 1])
+        model["used"](torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+    build_index(tmp_path / "recording", tmp_path / "index")
+    assert verify_index(tmp_path / "index").ok
+    query = np.ones((2, 3), np.float32)
+    with Client.local(tmp_path / "index") as client:
+        assert client.top_k("used", query, k=3).rows.tolist() == [[0, 1, -1]] * 2
+        assert client.top_k("idle", query, k=3).rows.tolist() == [[-1] * 3] * 2
+        assert client.top_k("idle", query, k=3, group_by="step").rows.shape == (2, 0, 3)
+        contribution = client.top_k("idle", query, k=1, rank_by="contribution", unit=0)
+        assert contribution.coverage.total == 0
+        for absolute in (False, True):
+            sums = client.sums("idle", query, group_by="step", absolute=absolute, where="step < 9")
+            assert sums.groups == []
+            assert sums.values.shape == (2, 0)
+        own = model["idle"](torch.from_numpy(query)).detach().numpy()
+        np.testing.assert_allclose(client.dual_output("idle", query).values, own, rtol=1e-6)
+        parts = client.dual_output("idle", query, group_by="step")
+        assert parts.values.shape == (2, 0, 2)
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "ü" * 100, "..", ".", "a/b", "%root", "a\\b", "A b"])
+def test_any_layer_name_has_a_directory_inside_the_index(name: str) -> None:
+    directory = layer_directory(name)
+    assert directory.startswith("layers/")
+    last = directory.removeprefix("layers/")
+    assert len(last.encode()) <= 255
+    assert "/" not in last
+    assert last.strip(".")
+    others = [name + "x", "x" + name, name * 2, ""]
+    assert directory not in map(layer_directory, others)
+
+
+def test_a_dangling_link_is_not_replaced(tmp_path: Path, arrays: dict[str, np.ndarray]) -> None:
+    build(tmp_path / "one", arrays, 300)
+    (tmp_path / "target").symlink_to("nowhere")
+    with pytest.raises(ExistsError, match="target exists"):
+        build_index(tmp_path / "one" / "recording", tmp_path / "target")

@@ -161,8 +161,13 @@ def test_the_loop_can_go_on_after_a_refused_step(tmp_path: Path, pair: Pair) -> 
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"step": 1}, "fills step, slot, position by itself"),
-        ({"slot": 1}, "fills"),
+        ({"step": 1}, "step, slot, position and row are filled"),
+        ({"row": 1}, "and row are filled"),
+        ({"": 1}, "no name"),
+        ({"\udc80": 1}, "no name"),
+        ({"task": "img\udc80.png"}, "not valid Unicode"),
+        ({"task": ["a", "img\udc80.png", "b"]}, "'img.udc80.png' is not valid"),
+        ({"slot": 1}, "filled"),
         ({"label": [1, None]}, "NoneType"),
         ({"label": [object()]}, "cannot store"),
         ({"label": [[1, 2], [3]]}, "different lengths"),
@@ -225,6 +230,9 @@ def test_examples(tmp_path: Path, pair: Pair) -> None:
         ([1.5], ["a"], "integer or a string"),
         ([1, "b"], ["a", "b"], "one type"),
         ([1], [3], "int"),
+        ([1], ["\udc80"], "not valid Unicode"),
+        (["\udc80"], ["a"], "can't be kept"),
+        ([2**63], ["a"], "64 bits"),
     ],
 )
 def test_examples_refused(

@@ -88,7 +88,7 @@ def build_index(
 @contextmanager
 def _workspace(target: Path) -> Iterator[Path]:
     """A locked, empty directory beside the target that becomes the target on success."""
-    if target.exists():
+    if os.path.lexists(target):
         raise ExistsError(
             f"{target} exists; an index is never overwritten: remove it or choose another path"
         )

@@ -45,10 +45,15 @@ class Annotations:
         """
         converted: dict[str, Column] = {}
         for name, value in columns.items():
-            if name in ROW_COLUMNS:
+            if name in ROW_COLUMNS or name == "row":
                 raise AnnotationError(
-                    f"annotate({name}=...): the recorder fills {', '.join(ROW_COLUMNS)} by itself; "
-                    "choose another name"
+                    f"annotate({name}=...): {', '.join(ROW_COLUMNS)} and row are filled by "
+                    "themselves; choose another name"
+                )
+            if not name or not is_text(name):
+                raise AnnotationError(
+                    f"annotate: {name!r} is no name for a column; it must be Unicode text, and not "
+                    "empty"
                 )
             kind, converted[name] = _convert(name, value)
             before = self._types.setdefault(name, kind)
@@ -75,6 +80,15 @@ def block_of(step: int, leading: tuple[int, ...], columns: Mapping[str, Column])
         if column.shape not in allowed:
             raise AnnotationError(_misfit(name, column.shape, leading))
     return Block(step, leading, {name: column.values for name, column in columns.items()})
+
+
+def is_text(text: str) -> bool:
+    """Whether UTF-8 can say it; lone surrogates, as in names of odd files, it can't."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _misfit(name: str, given: tuple[int, ...], leading: tuple[int, ...]) -> str:
@@ -107,6 +121,12 @@ def _convert(name: str, value: Any) -> tuple[str, Column]:
     if name == "example" and kind not in ("int64", "string"):
         raise AnnotationError(
             f"annotate(example=...): an example id is an integer or a string, not {kind}"
+        )
+    if kind == "string" and not is_text("".join(array.flat)):
+        bad = next(item for item in array.flat if not is_text(item))
+        raise AnnotationError(
+            f"annotate({name}=...): {str(bad)!r} is not valid Unicode; "
+            "text.encode('utf-8', 'backslashreplace').decode() is"
         )
     # Always a copy: loops reuse their buffers.
     values = array.astype(object if kind == "string" else kind, order="C").reshape(-1)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from dualform.record.annotations import is_text
 from dualform.record.errors import AnnotationError
 
 _PNG = b"\x89PNG\r\n\x1a\n"
@@ -66,12 +67,23 @@ def _ids(ids: Sequence[int] | Sequence[str] | np.ndarray) -> list[int | str]:
             raise AnnotationError(
                 f"add_examples: an example id is an integer or a string, not {example!r}"
             )
+        fits = is_text(example) if isinstance(example, str) else -(2**63) <= example < 2**63
+        if not fits:
+            raise AnnotationError(
+                f"add_examples: id {example!r} can't be kept; ids are integers of 64 bits or "
+                "Unicode text"
+            )
         out.append(example if isinstance(example, str) else int(example))
     return out
 
 
 def _payload(example: int | str, payload: bytes | str) -> tuple[str, bytes]:
     if isinstance(payload, str):
+        if not is_text(payload):
+            raise AnnotationError(
+                f"add_examples: the text of {example!r} is not valid Unicode; give it as bytes, or "
+                "text.encode('utf-8', 'backslashreplace').decode()"
+            )
         return "text", payload.encode()
     if isinstance(payload, (bytes, bytearray, memoryview)):
         content = bytes(payload)

@@ -85,7 +85,7 @@ def read_json(path: Path, remedy: str) -> dict[str, Any]:
     """Read a JSON object; anything else is DamagedError with this remedy."""
     try:
         data = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DamagedError(path, f"not valid JSON ({error})", remedy) from None
     if not isinstance(data, dict):
         raise DamagedError(path, "not a JSON object", remedy)

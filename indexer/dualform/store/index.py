@@ -17,7 +17,14 @@ from urllib.parse import quote
 import numpy as np
 
 from dualform.store.errors import DamagedError, NotFoundError, VersionError
-from dualform.store.files import FileEntry, check_seal, read_checked, read_json, write_sealed
+from dualform.store.files import (
+    FileEntry,
+    check_seal,
+    digest,
+    read_checked,
+    read_json,
+    write_sealed,
+)
 from dualform.store.ledger import InexactMark, Ledger, from_parquet
 
 FORMAT = "dualform-index"
@@ -27,6 +34,9 @@ REBUILD = "rebuild the index with `dualform index build`"
 
 FAISS_HEADER_BYTES = 45
 NPY_HEADER_BYTES = 128
+
+# Characters: file systems take 255 bytes.
+_LONGEST_NAME = 200
 
 
 @dataclass(frozen=True)
@@ -156,8 +166,17 @@ class IndexManifest:
 
 
 def layer_directory(name: str) -> str:
-    """A layer's directory in the index: its name, percent-encoded ("%root": the root module)."""
-    return "layers/" + (quote(name, safe="") or "%root")
+    """A layer's directory in the index: its name, percent-encoded ("%root": the root module).
+
+    A name that no directory can have is changed: dots alone are encoded too, and a long name ends
+    in a digest of the whole.
+    """
+    encoded = quote(name, safe="") or "%root"
+    if not encoded.strip("."):
+        encoded = encoded.replace(".", "%2E")
+    if len(encoded) > _LONGEST_NAME:
+        encoded = f"{encoded[:_LONGEST_NAME]}%{digest(name.encode())}"
+    return f"layers/{encoded}"
 
 
 def faiss_header(d: int, n: int) -> bytes:

@@ -19,6 +19,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from dualform.store.parquet import read_parquet
+
 SCHEMA = pa.schema(
     [
         pa.field("step", pa.int64(), nullable=False),
@@ -171,5 +173,5 @@ def to_parquet(rows: Sequence[LedgerRow]) -> bytes:
 
 def from_parquet(data: bytes) -> list[LedgerRow]:
     """Read what `to_parquet` wrote."""
-    table = pq.read_table(io.BytesIO(data), schema=SCHEMA)
+    table = read_parquet(data, SCHEMA)
     return [LedgerRow(**row) for row in table.to_pylist()]

@@ -6,7 +6,6 @@ Memory is bounded by one segment's metadata, whatever the recording's length.
 from __future__ import annotations
 
 import functools
-import io
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -14,12 +13,12 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from safetensors.numpy import load as load_safetensors
 
 from dualform.store.errors import DamagedError, NotFoundError
 from dualform.store.files import FileEntry, check_size, digest, read_checked
 from dualform.store.ledger import InexactMark, Ledger, LedgerRow, from_parquet
+from dualform.store.parquet import read_parquet
 from dualform.store.recording_format import (
     CLOSED,
     EXAMPLES,
@@ -289,4 +288,4 @@ def _check_sequence(path: Path, segments: Sequence[SegmentTable], steps: int | N
 
 
 def _read_parquet(directory: Path, entry: FileEntry) -> pa.Table:
-    return pq.read_table(io.BytesIO(read_checked(directory, entry, RERECORD)))
+    return read_parquet(read_checked(directory, entry, RERECORD))

@@ -6,14 +6,12 @@ between, but never complete. What no table names any more is removed at the end.
 
 from __future__ import annotations
 
-import io
 from dataclasses import replace
 from pathlib import Path
 
-import pyarrow.parquet as pq
-
 from dualform.store.files import read_checked, sync_directory, write_atomic
 from dualform.store.ledger import from_parquet, to_parquet
+from dualform.store.parquet import read_parquet
 from dualform.store.recording import Recording
 from dualform.store.recording_format import (
     CLOSED,
@@ -83,7 +81,7 @@ def _cut(directory: Path, segment: SegmentTable, step: int) -> SegmentTable:
     passes = [(name, record) for name, record in segment.passes if record.step < step]
     blocks = max((record.block + 1 for _, record in passes), default=segment.first_block)
     block_rows = segment.block_rows[: blocks - segment.first_block]
-    rows = pq.read_table(io.BytesIO(read_checked(directory, segment.rows, RERECORD)))
+    rows = read_parquet(read_checked(directory, segment.rows, RERECORD))
     ledger = from_parquet(read_checked(directory, segment.ledger, RERECORD))
     stem = segment_name(segment.number, f"cut-{step}")
     return replace(

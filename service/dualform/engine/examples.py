@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-import pyarrow.parquet as pq
-
 from dualform.store.files import FileEntry, read_checked
 from dualform.store.index import REBUILD
+from dualform.store.parquet import read_parquet
 
 
 class Examples:
@@ -36,7 +34,7 @@ class Examples:
     def _read(self) -> dict[int | str, bytes | str]:
         if self._entry is None:
             return {}
-        table = pq.read_table(io.BytesIO(read_checked(self._directory, self._entry, REBUILD)))
+        table = read_parquet(read_checked(self._directory, self._entry, REBUILD))
         payloads: dict[int | str, bytes | str] = {}
         columns = (table[name].to_pylist() for name in ("id", "kind", "data"))
         for own, kind, data in zip(*columns, strict=True):

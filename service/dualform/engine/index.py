@@ -274,7 +274,8 @@ class Index:
             positions, scores = scan.run(mask & own.finite)
         shape = (len(query), k) if grouping is None else (len(query), len(grouping.values), k)
         found = positions >= 0
-        ids = np.where(found, own.space.ids[np.where(found, positions, 0)], -1)
+        ids = np.full(positions.shape, -1, np.int64)
+        ids[found] = own.space.ids[positions[found]]
         return TopK(
             rows=ids.reshape(shape),
             scores=scores.reshape(shape),

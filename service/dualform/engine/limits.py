@@ -61,7 +61,7 @@ class Limits:
             per_query: Bytes that each adds to the answer.
             otherwise: Another way to ask for less, such as "with a smaller k".
         """
-        fits = self.max_message_bytes // per_query
+        fits = self.max_message_bytes // max(1, per_query)  # nothing where there is no group
         remedy = f"ask with at most {fits:,} queries at a time, or {otherwise}"
         if fits == 0:
             remedy = f"not even one query's answer fits; ask {otherwise}"

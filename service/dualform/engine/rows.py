@@ -6,13 +6,11 @@ Shards cover contiguous ranges of row ids, so positions and ids cover the same r
 
 from __future__ import annotations
 
-import io
 import threading
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from dualform.engine.errors import InvalidArgumentError
 from dualform.engine.filters import evaluate
@@ -20,6 +18,8 @@ from dualform.store.errors import DamagedError
 from dualform.store.files import read_checked
 from dualform.store.grouping import Grouping, group
 from dualform.store.index import REBUILD, RowSpace, runs
+from dualform.store.parquet import read_parquet
+from dualform.store.row_metadata import row_schema
 from dualform.v1 import attribution_pb2 as pb
 
 
@@ -41,12 +41,14 @@ class Rows:
         Raises:
             DamagedError: A sidecar does not hold what was written.
         """
-        tables = []
+        none = row_schema({}).empty_table()
+        # A layer that never ran has no shard.
+        tables = [] if space.shards else [none.add_column(0, "row", none["step"])]
         for shard in space.shards:
             path = directory / shard.sidecar.name
             data = read_checked(directory, shard.sidecar, REBUILD)
             try:
-                table = pq.read_table(io.BytesIO(data))
+                table = read_parquet(data)
             except pa.ArrowException as error:
                 raise DamagedError(path, f"not a sidecar ({error})", REBUILD) from None
             ids = np.sort(table["row"].to_numpy())
