@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -18,3 +20,30 @@ def test_a_schema_is_held(tmp_path: Path) -> None:
     assert read_parquet(path.read_bytes()).equals(table)
     with pytest.raises(pa.ArrowException):
         read_parquet(path.read_bytes(), pa.schema([pa.field("a", pa.struct([]))]))
+
+
+PROGRAM = """
+import os, sys
+from pathlib import Path
+from dualform.store.parquet import read_parquet
+before = len(os.listdir("/proc/self/task"))
+table = read_parquet(Path(sys.argv[1]).read_bytes())
+print(table.num_rows, len(os.listdir("/proc/self/task")) - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="Linux counts threads there")
+def test_no_thread_is_started(tmp_path: Path) -> None:
+    """One that starts while its process ends aborts it, with a message of C++'s and status 134."""
+    path = tmp_path / "a.parquet"
+    columns = {f"c{i}": pa.array(range(100_000)) for i in range(8)}
+    pq.write_table(pa.table(columns), path, row_group_size=10_000)
+    run = [sys.executable, "-c", PROGRAM, str(path)]
+    result = subprocess.run(run, capture_output=True, text=True, check=True, timeout=60)
+    assert result.stdout.split() == ["100000", "0"]
+
+
+@pytest.mark.parametrize("data", [b"", b"PAR1", b"x" * 100])
+def test_what_is_no_parquet(data: bytes) -> None:
+    with pytest.raises(pa.ArrowException):
+        read_parquet(data)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -11,7 +9,7 @@ import pyarrow.parquet as pq
 def read_parquet(data: bytes, schema: pa.Schema | None = None) -> pa.Table:
     """A whole Parquet file's table.
 
-    Without Arrow's decoding threads: the files are small, and a process that ends while threads
+    Without Arrow's threads: the files are small, and a process that ends while threads
     start, as a command with an error to report does, may be aborted by them.
 
     Args:
@@ -22,7 +20,9 @@ def read_parquet(data: bytes, schema: pa.Schema | None = None) -> pa.Table:
         pyarrow.ArrowException: Not Parquet, or not of that schema.
     """
     # Not pq.read_table: it goes through a data set's scanner, which is made for larger things.
-    table = pq.ParquetFile(io.BytesIO(data)).read(use_threads=False)
+    # Nor buffered ahead, which is a thread too.
+    file = pq.ParquetFile(pa.BufferReader(data), pre_buffer=False)
+    table = file.read(use_threads=False)
     if schema is None:
         return table
     if table.column_names != schema.names:
