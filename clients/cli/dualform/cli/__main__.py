@@ -1,7 +1,5 @@
 """`python -m dualform.cli`: the same as `dualform`."""
 
-import sys
+from dualform.cli.main import program
 
-from dualform.cli.main import main
-
-sys.exit(main())
+program()

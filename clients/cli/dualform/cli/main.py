@@ -11,9 +11,13 @@ neither torch nor FAISS.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import logging
 import os
 import sys
+import traceback
 from collections.abc import Sequence
+from typing import NoReturn
 
 from dualform.cli import index, query, serve
 from dualform.cli.errors import CommandError
@@ -21,6 +25,26 @@ from dualform.cli.errors import CommandError
 DONE, NO, BAD = 0, 1, 2
 INTERRUPTED, NOBODY_READS = 130, 141
 TRACEBACK = "DUALFORM_TRACEBACK"
+
+
+def program() -> NoReturn:
+    """The process that `dualform` is: runs `main` and ends with its status.
+
+    Ends without tearing libraries down: Arrow's threads, should they just be starting, abort a
+    process that does.
+    """
+    try:
+        status = main()
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else 2
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    logging.shutdown()
+    os._exit(status)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
