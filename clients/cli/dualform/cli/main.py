@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import logging
 import os
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from dualform.cli import index, query, serve
@@ -33,6 +35,7 @@ def program() -> NoReturn:
     Ends without tearing libraries down: Arrow's threads, should they just be starting, abort a
     process that does.
     """
+    _prepare_streams()
     try:
         status = main()
     except SystemExit as error:
@@ -77,6 +80,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if os.environ.get(TRACEBACK):
             raise
         return _explain(error)
+
+
+def _prepare_streams() -> None:
+    """Output that can always be written: closed goes nowhere, and unknown letters are escaped."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,0 +1,47 @@
+"""Streams that are closed, or cannot say every letter."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from synthetic import make_index
+
+from .conftest import COMMAND, dualform
+
+
+def test_letters_that_the_terminal_lacks_are_escaped(server: str, query_file: Path) -> None:
+    question = ["query", "sums", "--server", server, "--layer", "fc", "--query", query_file]
+    done = dualform(*question, "--group-by", "größe", PYTHONIOENCODING="ascii:strict")
+    assert done.status == 2
+    assert "gr\\xf6\\xdfe" in done.err
+    odd = query_file.with_name("größe.npy")
+    done = dualform(*question[:-1], odd, "--group-by", "label", PYTHONIOENCODING="ascii:strict")
+    assert (done.status, done.out) == (2, "")
+    assert "gr\\xf6\\xdfe.npy can't be read" in done.err
+
+
+def test_an_index_with_letters_that_the_terminal_lacks(tmp_path: Path) -> None:
+    rows = np.ones((4, 3), np.float32)
+    index = make_index(tmp_path, rows, None, größe=["ä", "b", "ä", "b"])
+    np.save(tmp_path / "q.npy", rows[:1])
+    question = ["--local", index, "--layer", "fc", "--query", tmp_path / "q.npy"]
+    for words in (
+        ["query", "top-k", *question],
+        ["query", "sums", *question, "--group-by", "größe"],
+        ["index", "inspect", index],
+    ):
+        done = dualform(*words, PYTHONIOENCODING="ascii:strict")
+        assert (done.status, done.err) == (0, "")
+        assert "gr\\xf6\\xdfe" in done.out
+
+
+@pytest.mark.parametrize("close", [">&-", "2>&-", ">&- 2>&-"])
+def test_closed_output_goes_nowhere(server: str, query_file: Path, close: str) -> None:
+    words = ["query", "sums", "--server", server, "--layer", "fc", "--query", str(query_file)]
+    command = shlex.join([*COMMAND, *words, "--group-by", "label"])
+    done = subprocess.run(f"{command} {close}", shell=True, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
