@@ -71,7 +71,7 @@ def write_sealed(path: Path, data: Mapping[str, Any]) -> FileEntry:
     NaN and Infinity are refused: they are not JSON.
     """
     sealed = {**data, "xxh3": digest(_canonical(data))}
-    return write_atomic(path, json.dumps(sealed, indent=1, allow_nan=False).encode() + b"\n")
+    return write_atomic(path, json.dumps(sealed, allow_nan=False).encode() + b"\n")
 
 
 def check_seal(path: Path, data: Mapping[str, Any], remedy: str) -> None:

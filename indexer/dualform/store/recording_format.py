@@ -6,14 +6,13 @@ written last and carries its own digest, so that a segment is there as a whole o
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from dualform.store.errors import DamagedError, NotFoundError, VersionError
-from dualform.store.files import FileEntry, digest, read_json, write_atomic
+from dualform.store.files import FileEntry, check_seal, read_json, write_sealed
 from dualform.store.ledger import InexactMark
 
 FORMAT = "dualform-recording"
@@ -122,7 +121,7 @@ class RecordingManifest:
                 f"version {VERSION}: upgrade it"
             )
         try:
-            _check_seal(path, data)
+            check_seal(path, data, RERECORD)
             layers = [LayerSpec(**layer) for layer in data["layers"]]
             return cls(
                 optimizer=data["optimizer"],
@@ -240,7 +239,7 @@ class SegmentTable:
             DamagedError: It is something else.
         """
         data = read_json(path, RERECORD)
-        _check_seal(path, data)
+        check_seal(path, data, RERECORD)
         try:
             return _segment_table(data, list(layers.values()))
         except (KeyError, TypeError, ValueError, IndexError) as error:
@@ -257,12 +256,6 @@ def padded(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def write_sealed(path: Path, data: dict[str, Any]) -> FileEntry:
-    """Write a JSON object atomically, with a digest of itself under "xxh3"."""
-    sealed = {**data, "xxh3": digest(_canonical(data))}
-    return write_atomic(path, json.dumps(sealed, allow_nan=False).encode() + b"\n")
-
-
 def read_sealed(path: Path) -> dict[str, Any]:
     """Read what `write_sealed` wrote.
 
@@ -270,18 +263,8 @@ def read_sealed(path: Path) -> dict[str, Any]:
         DamagedError: It is something else.
     """
     data = read_json(path, RERECORD)
-    _check_seal(path, data)
+    check_seal(path, data, RERECORD)
     return data
-
-
-def _canonical(data: Mapping[str, Any]) -> bytes:
-    return json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
-
-
-def _check_seal(path: Path, data: Mapping[str, Any]) -> None:
-    content = {key: value for key, value in data.items() if key != "xxh3"}
-    if data.get("xxh3") != digest(_canonical(content)):
-        raise DamagedError(path, "its digest is not the one that was written", RERECORD)
 
 
 def _segment_table(data: Mapping[str, Any], layers: Sequence[LayerSpec]) -> SegmentTable:

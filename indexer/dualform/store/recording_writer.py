@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from safetensors.numpy import save as safetensors
 
 from dualform.store.errors import ExistsError
-from dualform.store.files import FileEntry, digest, sync_directory, write_atomic
+from dualform.store.files import FileEntry, digest, sync_directory, write_atomic, write_sealed
 from dualform.store.ledger import InexactMark, LedgerRow, to_parquet
 from dualform.store.recording_format import (
     CLOSED,
@@ -34,7 +34,6 @@ from dualform.store.recording_format import (
     Span,
     padded,
     segment_name,
-    write_sealed,
 )
 from dualform.store.row_metadata import Block, blocks_table, column_types
 
