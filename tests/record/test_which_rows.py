@@ -318,3 +318,27 @@ def test_losses_kept_by_the_loop_keep_no_rows(tmp_path: Path) -> None:
         recorder._sink.commit()
         free = sum(len(free) for free in recorder._tape.pool._free.values())
         assert free == 50 * 4  # everything is back, though no graph is gone
+
+
+@pytest.mark.parametrize("dead", ["keys", "values"])
+@pytest.mark.parametrize("clip", [0.05, 1e9])
+def test_clipping_a_gradient_that_is_zero_drops_no_rows(
+    tmp_path: Path, dead: str, clip: float
+) -> None:
+    """All keys zero (dead units before the layer) still train the bias; all values zero, nothing.
+    Clipping touches those zeros at every step."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    with Recorder(model, optimizer, tmp_path / "r"):
+        for i in range(6):
+            optimizer.zero_grad()
+            odd = i % 2 == 1
+            x = torch.zeros(7, 5) if odd and dead == "keys" else torch.randn(7, 5)
+            (loss(model, x) * (0.0 if odd and dead == "values" else 1.0)).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+    recording = Recording.open(tmp_path / "r")
+    assert recording.marks == {"0": [], "2": []}
+    for name in ("0", "2"):
+        assert [record.step for record in recording.passes(name)] == list(range(6))
+    reading.assert_rebuilds(tmp_path / "r")

@@ -152,7 +152,7 @@ class RecordedLayer:
             return Verdict(False)
         if self._follow_rows:
             return self._check.weight(grad, watch, sides)
-        if watch.zeroed(grad):
+        if sides.weight != 0.0 and watch.zeroed(grad):
             return Verdict(True, zeroed=True)
         factor = 1.0 if watch.untouched(grad) else watch.scale(grad).factor
         return Verdict(True, scale=factor if np.isfinite(factor) else 1.0)
