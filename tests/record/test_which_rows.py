@@ -342,3 +342,20 @@ def test_clipping_a_gradient_that_is_zero_drops_no_rows(
     for name in ("0", "2"):
         assert [record.step for record in recording.passes(name)] == list(range(6))
     reading.assert_rebuilds(tmp_path / "r")
+
+
+def test_a_bias_gradient_that_was_zeroed_drops_rows_whose_keys_are_zero(tmp_path: Path) -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    with Recorder(model, optimizer, tmp_path / "r"):
+        for i in range(6):
+            optimizer.zero_grad()
+            loss(model, torch.zeros(7, 5) if i in (2, 3) else torch.randn(7, 5)).backward()
+            if i == 3:
+                optimizer.zero_grad(set_to_none=False)
+            optimizer.step()
+    recording = Recording.open(tmp_path / "r")
+    assert recording.marks == {"0": [], "2": []}
+    for name in ("0", "2"):
+        assert [record.step for record in recording.passes(name)] == [0, 1, 2, 4, 5]
+    reading.assert_rebuilds(tmp_path / "r")

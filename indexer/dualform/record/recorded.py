@@ -93,13 +93,15 @@ class RecordedLayer:
             grad = self.capture.weight.grad
             if grad is not None and bool(grad.any()):
                 raise CaptureError(_CAUSES.format(name=self.spec.name))
-        self.kept = passes if keep else []
-        if passes and not keep:
+        if not keep:
             sides = Sides([])
         verdicts = [(weight, sides.weight_size)]
         if self.capture.bias is not None:
             bias = self._bias_verdict(weight, sides) if kernel else Verdict(False)
             verdicts.append((bias, sides.bias_size))
+            # All keys were zero: of what was zeroed only the bias's gradient could tell.
+            keep = keep and not (bias.zeroed and sides.weight == 0.0)
+        self.kept = passes if keep else []
         if kernel != 1:
             verdicts = [
                 (replace(own, scale=own.scale * kernel, probe=own.probe * kernel), size * kernel)
