@@ -4,6 +4,9 @@ The build streams: for each row space, shard by shard, each layer's keys and val
 pass, put in the order of the shard's sidecar and written with their digest. Memory is bounded by
 the shard (two buffers of its bytes), whatever the recording's length.
 
+Of two threads beside, one asks for the next shard's part of the recording to be read, the other
+works out what the engine must know of the keys, while this one copies.
+
 Everything is written below a hidden directory beside the target and renamed at the end: a build
 that was killed leaves no index, and the next one starts afresh.
 """
@@ -15,8 +18,9 @@ import hashlib
 import io
 import os
 import shutil
+from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,6 +53,9 @@ SHARD_ROWS = 65_536
 
 SHARD_BYTES = 256 << 20
 """Bytes of a shard's file at most: where rows are wide, a shard has fewer. The build holds two."""
+
+_STUDY_AHEAD = 16
+"""Passes of keys that may wait for their sketches."""
 
 Progress = Callable[[int, int], None]
 
@@ -170,6 +177,7 @@ class _Build:
         self._progress = progress
         self._spaces = _row_spaces(source)
         self._directions: dict[str, np.ndarray | None] = {}
+        self._asked_for = -1
         self._done = 0
         self._total = sum(
             space.rows * 4 * self._width(source.manifest.layers[name])
@@ -187,11 +195,15 @@ class _Build:
         layers = self._source.manifest.layers
         self._directions = {name: self._find_directions(layer) for name, layer in layers.items()}
         pending: dict[str, list[_PendingShard]] = {name: [] for name in layers}
-        with ShardWriter(self._directory, self._largest_file()) as writer:
+        with (
+            ShardWriter(self._directory, self._largest_file()) as writer,
+            ThreadPoolExecutor(1, "dualform-read-ahead") as ahead,
+        ):
             for number, space in enumerate(self._spaces):
                 step = self._rows_per_shard(space)
                 for start in range(0, space.rows, step):
                     stop = min(start + step, space.rows)
+                    ahead.submit(self._read_ahead, space, start, min(stop + step, space.rows))
                     positions, run_starts = self._write_sidecar(number, space, start, stop)
                     for name in space.layers:
                         shard = self._write_layer(
@@ -272,12 +284,21 @@ class _Build:
                 yield positions[first - start : last - start], rows
                 self._advance(rows.nbytes)
 
+        def study(where: np.ndarray, rows: np.ndarray) -> None:
+            facts.add(where, rows)
+            if sketches is not None and directions is not None:
+                sketches[where] = sketch(rows, directions)
+
         def fill_keys(file: ShardFile) -> None:
-            for where, rows in pieces(layer.d_in, values=False):
-                file.put(where, rows)
-                facts.add(where, rows)
-                if sketches is not None and directions is not None:
-                    sketches[where] = sketch(rows, directions)
+            waiting: deque[Future[None]] = deque()
+            with ThreadPoolExecutor(1, "dualform-study-keys") as beside:
+                for where, rows in pieces(layer.d_in, values=False):
+                    waiting.append(beside.submit(study, where, rows))
+                    file.put(where, rows)
+                    if len(waiting) > _STUDY_AHEAD:
+                        waiting.popleft().result()
+            for future in waiting:
+                future.result()
 
         def fill_values(file: ShardFile) -> None:
             for where, rows in pieces(layer.d_out, values=True):
@@ -293,6 +314,14 @@ class _Build:
         if facts.sums is not None:
             sums = self._write_array(f"{stem}.sums.npy", facts.sums)
         return _PendingShard(keys, values, entry, sums, facts)
+
+    def _read_ahead(self, space: _Space, start: int, stop: int) -> None:
+        """Have the recording of rows [start, stop) read, as far as nobody asked for it before."""
+        records = self._source.passes(space.layers[0])
+        for i in space.passes_in(start, stop):
+            if records[i].segment > self._asked_for:
+                self._asked_for = records[i].segment
+                self._source.read_ahead(self._asked_for)
 
     def _find_directions(self, layer: LayerSpec) -> np.ndarray | None:
         """The directions of the layer's sketches, from passes spread over the whole recording."""
