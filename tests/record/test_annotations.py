@@ -174,6 +174,8 @@ def test_the_loop_can_go_on_after_a_refused_step(tmp_path: Path, pair: Pair) -> 
         ({"label": ["a", 1]}, "mixed"),
         ({"label": 1j}, "complex"),
         ({"label": 2**63}, "cannot store"),
+        ({"label": [2**63, -1]}, "beyond 64 bits"),
+        ({"label": [[2**70], [0]]}, "cannot store"),
         ({"label": np.array(["2020-01-01"], "datetime64[D]")}, "datetime64"),
         ({"example": 0.5}, "integer or a string"),
         ({"example": True}, "integer or a string"),
@@ -244,3 +246,15 @@ def test_examples_refused(
         pytest.raises(AnnotationError, match=message),
     ):
         recorder.add_examples(ids, payloads)
+
+
+def test_a_refused_annotation_leaves_none_in_force(tmp_path: Path, pair: Pair) -> None:
+    model, optimizer = pair
+    with Recorder(model, optimizer, tmp_path / "r") as recorder:
+        recorder.annotate(label=[1, 2, 3])
+        with pytest.raises(AnnotationError):
+            recorder.annotate(note="new", label=[object()] * 3)
+        step(model, optimizer)
+        recorder.annotate(note=1)  # the refused call gave the column no type
+    table = Recording.open(tmp_path / "r").read_rows([0])
+    assert "label" not in table.column_names

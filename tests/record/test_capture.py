@@ -201,20 +201,51 @@ class _Bypass(nn.Module):
         return nn.functional.linear(x, self.layer.weight, self.layer.bias)
 
 
-@pytest.mark.parametrize(
-    ("model", "shape"), [(_Bypass(), (4, 5)), (nn.MultiheadAttention(4, 2), (3, 1, 4))]
-)
 def test_a_weight_used_behind_the_layers_back_is_an_error_at_the_first_step(
-    tmp_path: Path, model: nn.Module, shape: tuple[int, ...]
+    tmp_path: Path,
 ) -> None:
+    model = _Bypass()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x = torch.randn(shape)
+    x = torch.randn(4, 5)
     before = [parameter.clone() for parameter in model.parameters()]
     with Recorder(model, optimizer, tmp_path / "r"):
-        out = model(x, x, x)[0] if isinstance(model, nn.MultiheadAttention) else model(x)
-        out.pow(2).sum().backward()
+        model(x).pow(2).sum().backward()
         with pytest.raises(CaptureError, match=r"F\.linear.*\n.*out_proj") as caught:
             optimizer.step()
     assert "layers=" in str(caught.value)
     after = model.parameters()
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+class _OtherSignature(nn.Linear):
+    def forward(self, *, features: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return nn.functional.linear(features, self.weight, self.bias)
+
+
+def test_a_subclass_called_in_its_own_way_is_an_error_that_names_it(tmp_path: Path) -> None:
+    layer = _OtherSignature(5, 6)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    with (
+        Recorder(layer, optimizer, tmp_path / "r"),
+        pytest.raises(CaptureError, match=r"_OtherSignature.*layers="),
+    ):
+        layer(features=torch.randn(4, 5))
+
+
+def test_torch_func_transforms_in_the_loop_are_not_recorded(tmp_path: Path) -> None:
+    """Their gradients are results; nothing of them reaches the step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(4, 5)
+    with Recorder(model, optimizer, tmp_path / "r"):
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(x).pow(2).sum().backward()
+            torch.func.jacrev(model)(x)
+            torch.func.vmap(torch.func.grad(lambda one: model(one).sum()))(x)
+            optimizer.step()
+    recording = Recording.open(tmp_path / "r")
+    assert recording.marks == {"0": [], "2": []}
+    assert [record.rows for record in recording.passes("0")] == [4, 4, 4]
+    reading.assert_rebuilds(tmp_path / "r")

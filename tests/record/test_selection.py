@@ -23,6 +23,7 @@ class Model(nn.Module):
         )
         self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
         self.conv = nn.Conv2d(1, 1, 1)
+        self.attention = nn.MultiheadAttention(4, 2)
         self.head = nn.Linear(4, 10, bias=False)
         self.head.weight = self.embedding.weight
 
@@ -60,6 +61,7 @@ def test_patterns(tmp_path: Path, layers: list[str], expected: list[str]) -> Non
         (["conv"], "'conv' matches only unsupported modules"),
         (["blocks.0.0", "nope*"], "'nope\\*' matches nothing"),
         (["normed"], "parametrised"),
+        (["attention.out_proj"], "MultiheadAttention multiplies by its weight without calling it"),
     ],
 )
 def test_what_cannot_be_recorded(tmp_path: Path, layers: list[str], message: str) -> None:
@@ -120,3 +122,16 @@ def test_options_that_do_not_exist_are_refused(tmp_path: Path) -> None:
         Recorder(model, optimizer, tmp_path / "r", compression=9)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="Optimizer"):
         Recorder(model, model.parameters(), tmp_path / "r")  # type: ignore[arg-type]
+
+
+def test_a_compiled_models_layers_keep_their_names(tmp_path: Path) -> None:
+    model = torch.compile(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)))
+    assert chosen(model, tmp_path / "r", None) == ["0", "2"]
+    assert chosen(model, tmp_path / "s", ["2"]) == ["2"]
+
+
+def test_a_tied_layer_is_told_the_other_owner_alone(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    with pytest.raises(LayerSelectionError, match=r"'0': tied: its weight is also 1.weight\."):
+        chosen(model, tmp_path / "r", None)

@@ -43,7 +43,9 @@ class Annotations:
             AnnotationError: A reserved name, a type that cannot be stored, or another type than
                 the column had before.
         """
+        self.clear()  # a refused annotation must not leave the one before it in force
         converted: dict[str, Column] = {}
+        types: dict[str, str] = {}
         for name, value in columns.items():
             if name in ROW_COLUMNS or name == "row":
                 raise AnnotationError(
@@ -56,12 +58,14 @@ class Annotations:
                     "empty"
                 )
             kind, converted[name] = _convert(name, value)
-            before = self._types.setdefault(name, kind)
+            types[name] = kind
+            before = self._types.get(name, kind)
             if kind != before:
                 raise AnnotationError(
                     f"annotate({name}=...): got {kind} where earlier calls gave {before}; "
                     "a column keeps one type for the whole recording: convert it, or use two names"
                 )
+        self._types.update(types)
         self.current = converted
 
     def clear(self) -> None:
@@ -146,6 +150,11 @@ def _as_numpy(name: str, value: Any) -> np.ndarray:
         ) from None
     if array.dtype.kind == "U" and not isinstance(value, np.ndarray) and not _all_text(value):
         raise AnnotationError(f"annotate({name}=...): strings and other values are mixed")
+    if array.dtype.kind == "f" and not isinstance(value, np.ndarray) and _all_integers(value):
+        raise AnnotationError(
+            f"annotate({name}=...): integers beyond 64 bits with a sign cannot be stored; give "
+            "them as strings"
+        )
     return array
 
 
@@ -153,6 +162,12 @@ def _all_text(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return all(_all_text(item) for item in value)
     return isinstance(value, str)
+
+
+def _all_integers(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(_all_integers(item) for item in value) and bool(value)
+    return isinstance(value, int)
 
 
 def _describe(array: np.ndarray) -> str:

@@ -168,14 +168,20 @@ class LayerCapture:
         if not (torch.is_grad_enabled() and weight.requires_grad and output.requires_grad):
             return
         given = self._kind.input(args, kwargs)
+        if given is None:
+            raise CaptureError(
+                f"layer {self.spec.name!r} ({type(self.module).__name__}) was called without a "
+                "tensor as its first argument or as `input`, so its key is unknown; leave it out "
+                "with Recorder(..., layers=[...])"
+            )
         rows = given.numel() // self.spec.d_in
         if rows == 0:
             return
         node = self._kind.node(output, weight)
         compiled = node is None and "CompiledFunction" in output.grad_fn.name()
         if node is None and not compiled:
-            if self._kind.weight(self.module) is not weight:
-                return  # functional_call and the like: not the recorded parameter
+            if self._kind.weight(self.module) is not weight or _is_functional(output):
+                return  # functional_call, jacrev and the like: not through the parameter's .grad
             raise CaptureError(
                 f"layer {self.spec.name!r} ran, but its output does not come from a product with "
                 f"its weight (autograd node {output.grad_fn}); leave it out with "
@@ -262,6 +268,11 @@ class _ForwardHook:
 
     def __reduce__(self) -> tuple[type[_ForwardHook], tuple[()]]:
         return _ForwardHook, ()
+
+
+def _is_functional(tensor: torch.Tensor) -> bool:
+    """Whether a torch.func transform is running; its gradients are results, never `.grad`."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 def _graph_task() -> int:

@@ -53,8 +53,9 @@ class Recorder:
             schedules, clipping); for any other the attention weights stay exact and the recording
             says that the rest is not.
         path_or_sink: A directory that does not exist yet, or a sink.
-        layers: Names or glob patterns as in `model.named_modules()`; None for every supported
-            layer whose weight the optimizer holds, neither parametrised nor tied.
+        layers: Names or glob patterns as in `model.named_modules()` (of a compiled model: of the
+            one it was made from); None for every supported layer that is called, whose weight the
+            optimizer holds, neither parametrised nor tied.
         values: False records keys alone: enough for attention weights, not for outputs.
         resume_at_step: Continue the recording at this path after so many of its steps: those of the
             checkpoint that the model and the optimizer were loaded from, before this call. Steps

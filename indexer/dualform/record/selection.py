@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 
 from dualform.record.errors import LayerSelectionError
@@ -38,10 +39,13 @@ def select_layers(
     Raises:
         LayerSelectionError: A pattern matches nothing, or something that cannot be recorded.
     """
+    model = getattr(model, "_orig_mod", model)  # compiled: the layers keep the names they had
     kinds = {name: kind for name, m in model.named_modules() if (kind := LayerKind.of(m))}
     modules = dict(model.named_modules())
     owners = _owners(model)
-    refusals = {name: _refusal(kind, modules[name], owners, held) for name, kind in kinds.items()}
+    refusals = {
+        name: _refusal(name, kind, modules[name], owners, held) for name, kind in kinds.items()
+    }
     if patterns is None:
         chosen = [name for name, refusal in refusals.items() if refusal is None]
         if not chosen:
@@ -78,6 +82,7 @@ def _match(
 
 
 def _refusal(
+    name: str,
     kind: LayerKind,
     module: nn.Module,
     owners: dict[int, list[str]],
@@ -94,8 +99,14 @@ def _refusal(
         return "its weight has no shape yet; run one forward pass before making the recorder"
     if not held(weight):
         return "its weight is not among the optimizer's parameters"
-    if len(owners[id(weight)]) > 1:
-        return f"tied: its weight is also {', '.join(owners[id(weight)][:3])}"
+    others = [owner for owner in owners[id(weight)] if owner != f"{name}.weight".lstrip(".")]
+    if others:
+        return f"tied: its weight is also {', '.join(others[:3])}"
+    if isinstance(module, NonDynamicallyQuantizableLinear):
+        return (
+            "nn.MultiheadAttention multiplies by its weight without calling it, "
+            "so there are no rows to see"
+        )
     return None
 
 

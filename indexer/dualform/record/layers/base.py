@@ -47,8 +47,8 @@ class LayerKind(ABC):
         """The bias, where there is one."""
 
     @abstractmethod
-    def input(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
-        """The input [..., d_in] of a call of the module."""
+    def input(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+        """The input [..., d_in] of a call of the module; None where there is no such argument."""
 
     @abstractmethod
     def node(self, output: torch.Tensor, weight: torch.Tensor) -> Node | None:

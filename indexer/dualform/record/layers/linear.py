@@ -35,10 +35,9 @@ class Linear(LayerKind):
         assert isinstance(module, nn.Linear)
         return module.bias
 
-    def input(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
-        given = args[0] if args else kwargs["input"]
-        assert isinstance(given, torch.Tensor)
-        return given
+    def input(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+        given = args[0] if args else kwargs.get("input")
+        return given if isinstance(given, torch.Tensor) else None
 
     def node(self, output: torch.Tensor, weight: torch.Tensor) -> Node | None:
         """Search from the output down: views and a separate bias addition may lie above.
