@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from dualform.client import Client
 from dualform.engine import verify_index
 from dualform.index import build_index
 from dualform.record import Recorder
-from dualform.store import ExistsError, IndexManifest, NotFoundError
+from dualform.store import ExistsError, IndexManifest, NoSpaceError, NotFoundError
 from dualform.store.index import layer_directory
 
 ROWS, D_IN, D_OUT = 1000, 24, 5
@@ -238,3 +239,21 @@ def test_a_dangling_link_is_not_replaced(tmp_path: Path, arrays: dict[str, np.nd
     (tmp_path / "target").symlink_to("nowhere")
     with pytest.raises(ExistsError, match="target exists"):
         build_index(tmp_path / "one" / "recording", tmp_path / "target")
+
+
+def test_a_disk_without_space_is_said_and_keeps_nothing(
+    tmp_path: Path, arrays: dict[str, np.ndarray]
+) -> None:
+    """The kernel refuses to let a file grow, as a full disk does."""
+    build(tmp_path, arrays, 300)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+        with pytest.raises(NoSpaceError, match=r"no space left.*choose another disk"):
+            build_index(tmp_path / "recording", tmp_path / "second")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["index", "recording"]
+    build_index(tmp_path / "recording", tmp_path / "second")

@@ -13,6 +13,7 @@ that was killed leaves no index, and the next one starts afresh.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import io
@@ -33,7 +34,7 @@ from safetensors.numpy import save as save_safetensors
 from dualform.index.key_facts import KeyFacts
 from dualform.index.shards import ShardFile, ShardWriter
 from dualform.index.sketch import MIN_D_IN, SAMPLE_ROWS, leading_directions, sketch
-from dualform.store.errors import ExistsError
+from dualform.store.errors import ExistsError, NoSpaceError
 from dualform.store.files import FileEntry, digest, sync_directory, write_atomic
 from dualform.store.grouping import group
 from dualform.store.index import (
@@ -80,6 +81,7 @@ def build_index(
     Raises:
         ExistsError: The target exists, or another build is writing it.
         NotFoundError, VersionError, DamagedError: The recording can't be read.
+        NoSpaceError: The disk is full; nothing of the index is left on it.
         ValueError: The recording holds no step, or shard_rows < 1.
     """
     if shard_rows < 1:
@@ -89,7 +91,17 @@ def build_index(
     if source.steps == 0:
         raise ValueError(f"{recording} holds no committed step yet; there is nothing to index")
     with _workspace(target) as directory:
-        _Build(source, directory, values and source.manifest.values, shard_rows, progress).run()
+        build = _Build(source, directory, values and source.manifest.values, shard_rows, progress)
+        try:
+            build.run()
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            raise NoSpaceError(
+                f"{target}: there is no space left; keys and values alone take "
+                f"{build.nbytes / 1e9:.2f} GB. Nothing of the index was kept: free some space or "
+                "choose another disk; without values (--no-values) it needs less"
+            ) from error
 
 
 @contextmanager
@@ -162,6 +174,12 @@ class _PendingShard:
 
 
 class _Build:
+    """One build.
+
+    Attributes:
+        nbytes: Of all keys and values that it writes.
+    """
+
     def __init__(
         self,
         source: Recording,
@@ -179,7 +197,7 @@ class _Build:
         self._directions: dict[str, np.ndarray | None] = {}
         self._asked_for = -1
         self._done = 0
-        self._total = sum(
+        self.nbytes = sum(
             space.rows * 4 * self._width(source.manifest.layers[name])
             for space in self._spaces
             for name in space.layers
@@ -352,7 +370,7 @@ class _Build:
     def _advance(self, size: int) -> None:
         self._done += size
         if self._progress is not None:
-            self._progress(self._done, self._total)
+            self._progress(self._done, self.nbytes)
 
     def _finish(self, shards: dict[str, tuple[LayerShard, ...]]) -> None:
         source = self._source

@@ -6,6 +6,7 @@ The formats are specified in docs/format.md. Nothing here needs torch or FAISS.
 from dualform.store.errors import (
     DamagedError,
     ExistsError,
+    NoSpaceError,
     NotFoundError,
     StoreError,
     VersionError,
@@ -23,6 +24,7 @@ __all__ = [
     "LayerShard",
     "Ledger",
     "LedgerRow",
+    "NoSpaceError",
     "NotFoundError",
     "RowSpace",
     "SpaceShard",

@@ -4,6 +4,7 @@ StoreError
 ├── NotFoundError      nothing of ours is there
 ├── VersionError       written by a newer dualform
 ├── DamagedError       truncated, altered or incomplete; names the file
+├── NoSpaceError       the disk is full
 └── ExistsError        the target is already there
 """
 
@@ -26,6 +27,10 @@ class VersionError(StoreError):
 
 class ExistsError(StoreError):
     """The target exists; nothing is ever overwritten silently."""
+
+
+class NoSpaceError(StoreError):
+    """The disk cannot hold what was to be written; nothing half-written is left."""
 
 
 class DamagedError(StoreError):
