@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from dualform.client import Client, capture_queries
-from runner import config, mnist
+from runner import config, images
 from runner.measure import Sampler
 
 
@@ -26,28 +26,30 @@ def main(
 ) -> None:
     """Ask for outputs, top-k and sums on every layer; leave ask.json in `folder`."""
     study = config.load(Path(study_file))
-    _, test = mnist.load(Path(data), Path(scratch))
-    model = mnist.network(study.hidden)
+    _, test = images.load(Path(data), Path(scratch))
+    model = images.network(study.hidden)
     model.load_state_dict(load_file(str(Path(folder) / "model.safetensors")))
-    images = test.inputs[: study.ask.images]
-    labels = test.labels[: study.ask.images].numpy()
-    queries = capture_queries(model, images)
+    ask = study.ask
+    assert ask is not None
+    inputs = test.inputs[: ask.images]
+    labels = test.labels[: ask.images].numpy()
+    queries = capture_queries(model, inputs)
 
     layers: dict[str, Any] = {}
     with Client(address, timeout=1800) as client:
         for name, layer in model.named_modules():
             if isinstance(layer, nn.Linear):
                 layers[name] = _ask(
-                    client, name, layer, queries[name], labels, study.ask, int(server_pid)
+                    client, name, layer, queries[name], labels, ask, int(server_pid)
                 )
         # The last layer in dual form classifies the images.
         last = list(layers)[-1]
         votes = client.dual_output(last, queries[last]).values.argmax(1)
     facts = {
         "layers": layers,
-        "images": len(images),
+        "images": len(inputs),
         "accuracy_dual": float(np.mean(votes == labels)),
-        "accuracy_layer": float(np.mean(model(images).argmax(1).numpy() == labels)),
+        "accuracy_layer": float(np.mean(model(inputs).argmax(1).numpy() == labels)),
     }
     (Path(folder) / "ask.json").write_text(json.dumps(facts, indent=1))
 

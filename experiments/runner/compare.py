@@ -19,7 +19,7 @@ from torch import nn
 
 from dualform.client import Client, capture_queries, dual_form
 from dualform.engine import Index
-from runner import config, mnist
+from runner import config, images
 
 
 def main(
@@ -33,8 +33,8 @@ def main(
 ) -> None:
     """Leave compare.json in `folder`, which holds the checkpoints of the plain run."""
     study = config.load(Path(study_file))
-    _, test = mnist.load(Path(data), Path(scratch))
-    model = mnist.network(study.hidden).eval()
+    _, test = images.load(Path(data), Path(scratch))
+    model = images.network(study.hidden).eval()
 
     errors: list[dict[str, Any]] = []
     with Index.open(index_path, device="cpu") as index:

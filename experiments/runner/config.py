@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import types
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import yaml
+
+TASKS = ("mnist", "fashion")
 
 
 class ConfigError(Exception):
     """The YAML file is not a study; the message names the key and what is allowed."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of training.
+
+    Attributes:
+        tasks: Data sets that are shuffled together: "mnist", "fashion".
+        steps: Optimizer steps.
+    """
+
+    tasks: tuple[str, ...]
+    steps: int
 
 
 @dataclass(frozen=True)
@@ -32,7 +48,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Ask:
-    """What is asked of the server.
+    """Questions that measure the server, on MNIST.
 
     Attributes:
         images: Test images whose outputs are compared, from the start of the test set.
@@ -48,26 +64,74 @@ class Ask:
 
 
 @dataclass(frozen=True)
+class Votes:
+    """The paper's Table 1: the label with the largest sum of absolute weights, on MNIST.
+
+    Attributes:
+        images: Test images, from the start of the test set.
+    """
+
+    images: int
+
+
+@dataclass(frozen=True)
+class Masks:
+    """Forward passes in dual form with one task's rows masked.
+
+    Attributes:
+        task: Whose rows are masked.
+        kept: The task whose accuracy is looked at.
+        images: Test images of each task, from the start of its test set.
+        sweep: The mask lifted for rows of steps before s, for each of these s.
+        misled: The label of `kept` among whose test images one is looked for that `task`'s rows
+            send wrong.
+    """
+
+    task: str
+    kept: str
+    images: int
+    sweep: tuple[int, ...]
+    misled: int
+
+
+@dataclass(frozen=True)
 class Study:
     """One study: a network, its training, and the questions.
 
     Attributes:
         hidden: Width of each hidden layer.
+        phases: Parts of training, one after the other, with one optimizer.
+        seeds: One run each.
         variants: Optimizer settings by name; each is trained, indexed and asked on its own.
+        verify: Whether `dualform index verify` is run on each index.
+        ask, votes, masks: Questions; None where the study does not ask them.
     """
 
     name: str
     hidden: tuple[int, ...]
     batch_size: int
-    steps: int
-    seed: int
+    phases: tuple[Phase, ...]
+    seeds: tuple[int, ...]
     variants: dict[str, Variant]
-    ask: Ask
+    verify: bool
+    ask: Ask | None = None
+    votes: Votes | None = None
+    masks: Masks | None = None
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of all phases."""
+        return sum(phase.steps for phase in self.phases)
 
     @property
     def rows(self) -> int:
         """Rows that each layer records."""
         return self.steps * self.batch_size
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """Data sets in the order in which training first sees them."""
+        return tuple(dict.fromkeys(task for phase in self.phases for task in phase.tasks))
 
 
 def load(path: Path) -> Study:
@@ -80,51 +144,84 @@ def load(path: Path) -> Study:
         data = yaml.safe_load(path.read_text())
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: {error}") from None
-    study = _read(Study, data, str(path))
-    assert isinstance(study, Study)
-    for key in ("batch_size", "steps"):
-        _at_least(1, getattr(study, key), f"{path}: {key}")
-    for key in ("images", "top_k_queries", "k"):
-        _at_least(1, getattr(study.ask, key), f"{path}: ask.{key}")
-    for width in study.hidden:
-        _at_least(1, width, f"{path}: hidden")
-    if not study.variants:
-        raise ConfigError(f"{path}: variants is empty; name at least one")
-    for name in study.variants:
-        if not name.isidentifier():
-            raise ConfigError(f"{path}: variants.{name} names a folder: letters, digits and _ only")
+    study: Study = read(Study, data, str(path))
+    _check(study, str(path))
     return study
 
 
-def _at_least(least: int, value: int, where: str) -> None:
-    if value < least:
-        raise ConfigError(f"{where} is {value}; at least {least} is needed")
+def read(kind: type[Any], data: Any, where: str) -> Any:
+    """Data from YAML as `kind`.
 
+    Args:
+        kind: A dataclass, dict[str, …], tuple[…, ...], `… | None` or a plain type.
+        data: What YAML gave.
+        where: Leads messages: the file, then the key.
 
-def _read(kind: Any, data: Any, where: str) -> Any:
-    """Data from YAML as `kind`: a dataclass, dict[str, …], tuple[int, …] or a plain type."""
-    if kind in (Study, Variant, Ask):
+    Raises:
+        ConfigError: A key that is unknown or missing, or a wrong type.
+    """
+    if is_dataclass(kind):
         hints = get_type_hints(kind)
+        needed = [field.name for field in fields(kind) if field.default is MISSING]
         if not isinstance(data, dict):
             raise ConfigError(f"{where} must have the keys {', '.join(hints)}")
         unknown = [key for key in data if key not in hints]
-        missing = [key for key in hints if key not in data]
+        missing = [key for key in needed if key not in data]
         if unknown or missing:
             found = f"unknown key {unknown[0]!r}" if unknown else f"no key {missing[0]!r}"
             raise ConfigError(f"{where}: {found}; the keys are {', '.join(hints)}")
-        return kind(**{key: _read(hints[key], data[key], f"{where}: {key}") for key in hints})
+        return kind(**{key: read(hints[key], data[key], f"{where}: {key}") for key in data})
     origin = get_origin(kind)
+    if origin in (Union, types.UnionType):
+        return read(get_args(kind)[0], data, where)
     if origin is dict:
         if not isinstance(data, dict):
             raise ConfigError(f"{where} must be a mapping of names")
-        return {str(key): _read(get_args(kind)[1], data[key], f"{where}.{key}") for key in data}
+        return {str(key): read(get_args(kind)[1], data[key], f"{where}.{key}") for key in data}
     if origin is tuple:
         if not isinstance(data, list):
             raise ConfigError(f"{where} must be a list")
-        return tuple(_read(get_args(kind)[0], item, where) for item in data)
+        return tuple(read(get_args(kind)[0], item, where) for item in data)
     if kind is float and type(data) is int:
         return float(data)
     if type(data) is not kind:
         hint = "; YAML needs a dot, as in 1.0e-4" if kind is float else ""
         raise ConfigError(f"{where} is {data!r}; it must be of type {kind.__name__}{hint}")
     return data
+
+
+def _check(study: Study, path: str) -> None:
+    """What types alone don't say."""
+    _at_least(1, study.batch_size, f"{path}: batch_size")
+    for phase in study.phases:
+        _at_least(1, phase.steps, f"{path}: phases: steps")
+    for width in study.hidden:
+        _at_least(1, width, f"{path}: hidden")
+    for key in ("phases", "seeds", "variants"):
+        if not getattr(study, key):
+            raise ConfigError(f"{path}: {key} is empty; name at least one")
+    for name in study.variants:
+        if not name.isidentifier():
+            raise ConfigError(f"{path}: variants.{name} names a folder: letters, digits and _ only")
+    for phase in study.phases:
+        if not phase.tasks or any(task not in TASKS for task in phase.tasks):
+            raise ConfigError(f"{path}: phases: tasks must hold some of {', '.join(TASKS)}")
+    if study.ask is not None:
+        for key in ("images", "top_k_queries", "k"):
+            _at_least(1, getattr(study.ask, key), f"{path}: ask.{key}")
+    if study.votes is not None:
+        _at_least(1, study.votes.images, f"{path}: votes.images")
+    if study.masks is not None:
+        _at_least(1, study.masks.images, f"{path}: masks.images")
+        for key in ("task", "kept"):
+            if getattr(study.masks, key) not in study.tasks:
+                raise ConfigError(f"{path}: masks.{key} must be one of {', '.join(study.tasks)}")
+        if not 0 <= study.masks.misled <= 9:
+            raise ConfigError(f"{path}: masks.misled is a label, 0 to 9")
+        if any(not 0 <= step <= study.steps for step in study.masks.sweep):
+            raise ConfigError(f"{path}: masks.sweep holds steps from 0 to {study.steps}")
+
+
+def _at_least(least: int, value: int, where: str) -> None:
+    if value < least:
+        raise ConfigError(f"{where} is {value}; at least {least} is needed")

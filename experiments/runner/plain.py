@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from runner import config, mnist
+from runner import config, images
 
 
 def main(
@@ -21,12 +21,11 @@ def main(
 ) -> None:
     """Train without a recorder; leave checkpoint-<s>.safetensors after s steps in `folder`."""
     study = config.load(Path(study_file))
-    variant = study.variants[variant_name]
-    training, _ = mnist.load(Path(data), Path(scratch))
-    torch.manual_seed(study.seed)
-    model = mnist.network(study.hidden)
+    variant, seed = study.variants[variant_name], study.seeds[0]
+    sets = {task: images.load(Path(data), Path(scratch), task)[0] for task in study.tasks}
+    torch.manual_seed(seed)
+    model = images.network(study.hidden)
     optimizer = torch.optim.SGD(model.parameters(), lr=variant.lr, momentum=variant.momentum)
-    plan = mnist.batches(len(training.ids), study.batch_size, study.steps, study.seed)
     wanted = {int(step) for step in steps}
 
     def save(done: int) -> None:
@@ -34,13 +33,16 @@ def main(
             save_file(model.state_dict(), str(Path(folder) / f"checkpoint-{done}.safetensors"))
 
     save(0)
-    for done, batch in enumerate(torch.from_numpy(plan), 1):
-        loss = nn.functional.cross_entropy(model(training.inputs[batch]), training.labels[batch])
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), variant.clip)
-        optimizer.step()
-        save(done)
+    done = 0
+    for seen, plan in images.phases(study, sets, seed):
+        for batch in plan:
+            loss = nn.functional.cross_entropy(model(seen.inputs[batch]), seen.labels[batch])
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), variant.clip)
+            optimizer.step()
+            done += 1
+            save(done)
     if "dualform" in sys.modules:
         raise SystemExit("dualform was imported: this run is no independent one")
 

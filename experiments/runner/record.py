@@ -1,6 +1,6 @@
 """Stage "train and record": the study's training loop, with the recorder watching.
 
-Run as a process of its own: python -m runner.record STUDY VARIANT DATA SCRATCH FOLDER
+Run as a process of its own: python -m runner.record STUDY VARIANT SEED DATA SCRATCH FOLDER
 """
 
 from __future__ import annotations
@@ -15,41 +15,49 @@ from safetensors.torch import save_file
 from torch import nn
 
 from dualform.record import Recorder
-from runner import config, mnist
+from runner import config, images
 
 
-def main(study_file: str, variant_name: str, data: str, scratch: str, folder: str) -> None:
+def main(
+    study_file: str, variant_name: str, seed: str, data: str, scratch: str, folder: str
+) -> None:
     """Train, record, and leave model.safetensors, recording/ and record.json in `folder`."""
     study = config.load(Path(study_file))
     variant = study.variants[variant_name]
-    training, test = mnist.load(Path(data), Path(scratch))
-    torch.manual_seed(study.seed)
-    model = mnist.network(study.hidden)
+    sets = {task: images.load(Path(data), Path(scratch), task) for task in study.tasks}
+    torch.manual_seed(int(seed))
+    model = images.network(study.hidden)
     optimizer = torch.optim.SGD(model.parameters(), lr=variant.lr, momentum=variant.momentum)
-    plan = mnist.batches(len(training.ids), study.batch_size, study.steps, study.seed)
 
     recorder = Recorder(model, optimizer, str(Path(folder) / "recording"))
-    payloads = [mnist.png(pixels) for pixels in training.pixels]
-    recorder.add_examples(training.ids.numpy(), payloads)
-    start = time.perf_counter()
-    for batch in torch.from_numpy(plan):
-        recorder.annotate(label=training.labels[batch], example=training.ids[batch], task="mnist")
-        loss = nn.functional.cross_entropy(model(training.inputs[batch]), training.labels[batch])
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), variant.clip)
-        optimizer.step()
+    for training, _ in sets.values():
+        recorder.add_examples(training.ids.numpy(), [images.png(each) for each in training.pixels])
+    accuracy: list[dict[str, float]] = []  # after each phase, by task
+    loop_seconds = 0.0
+    training_sets = {task: training for task, (training, _) in sets.items()}
+    for seen, plan in images.phases(study, training_sets, int(seed)):
+        start = time.perf_counter()
+        for batch in plan:
+            recorder.annotate(
+                label=seen.labels[batch], example=seen.ids[batch], task=seen.tasks[batch]
+            )
+            loss = nn.functional.cross_entropy(model(seen.inputs[batch]), seen.labels[batch])
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), variant.clip)
+            optimizer.step()
+        loop_seconds += time.perf_counter() - start
+        accuracy.append({task: images.accuracy(model, test) for task, (_, test) in sets.items()})
     trained = time.perf_counter()
     recorder.close()
-    closed = time.perf_counter()
+    close_seconds = time.perf_counter() - trained
 
-    with torch.no_grad():
-        accuracy = (model(test.inputs).argmax(1) == test.labels).double().mean().item()
     save_file(model.state_dict(), str(Path(folder) / "model.safetensors"))
     facts = {
-        "loop_seconds": trained - start,
-        "close_seconds": closed - trained,
-        "test_accuracy": accuracy,
+        "loop_seconds": loop_seconds,
+        "close_seconds": close_seconds,
+        "test_accuracy": accuracy[-1],
+        "test_accuracy_by_phase": accuracy,
         "final_loss": loss.item(),
     }
     (Path(folder) / "record.json").write_text(json.dumps(facts, indent=1))

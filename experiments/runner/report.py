@@ -10,82 +10,169 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from runner.config import Study
+from runner import table1
+from runner.config import Study, Variant
 from runner.measure import Usage
 
 
 @dataclass
-class VariantReport:
-    """What one variant came to.
+class Run:
+    """What one variant with one seed came to.
 
     Attributes:
         stages: Cost of each stage's process, by the stage's name.
         bytes: Size on disk of "recording" and "index".
         record: Facts of the training process (runner/record.py).
-        verify: What `dualform index verify --json` printed.
+        verify: What `dualform index verify --json` printed; empty where it was not asked.
         open_seconds: From starting the server until it listened.
-        ask: Facts of the questions (runner/ask.py).
+        answers: Facts of the questions, by the stage's name.
         failures: Bounds of the study that did not hold; empty where all did.
     """
 
     variant: str
+    seed: int
     stages: dict[str, Usage] = field(default_factory=dict)
     bytes: dict[str, int] = field(default_factory=dict)
     record: dict[str, Any] = field(default_factory=dict)
     verify: dict[str, Any] = field(default_factory=dict)
     open_seconds: float = 0.0
-    ask: dict[str, Any] = field(default_factory=dict)
+    answers: dict[str, Any] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
 
+    @property
+    def accuracy(self) -> dict[str, float]:
+        """Of the trained model on each task's test set, 0 to 1."""
+        return dict(self.record["test_accuracy"])
 
-def write(study: Study, reports: list[VariantReport], command: str, out: Path) -> None:
-    """Write report.json and report.md to `out`."""
+
+def save_run(study: Study, run: Run, folder: Path) -> None:
+    """Leave run.json: the run is done."""
+    facts = {"study": _settings(study, run.variant), "run": asdict(run)}
+    (folder / "run.json").write_text(json.dumps(facts, indent=1) + "\n")
+
+
+def load_run(study: Study, variant: str, folder: Path) -> Run | None:
+    """A run that is done with the study's settings as they are, or None."""
+    try:
+        facts = json.loads((folder / "run.json").read_text())
+    except FileNotFoundError:
+        return None
+    if facts["study"] != _settings(study, variant):
+        return None
+    run = Run(**facts["run"])
+    run.stages = {name: Usage(**usage) for name, usage in facts["run"]["stages"].items()}
+    return run
+
+
+def failures(study: Study, run: Run) -> list[str]:
+    """The bounds that do not hold, in words."""
+    variant = study.variants[run.variant]
+    found = []
+    for own in run.verify.get("layers", ()):
+        error = own["weight_error"]
+        if error is None or error > variant.max_weight_error:
+            found.append(f"layer {own['layer']}: weight error {error}; {own['note']}")
+    if study.ask is not None:
+        server = run.stages["serve"].peak_anonymous / 1e6
+        if server > study.ask.max_server_mb:
+            found.append(f"the server's memory reached {server:.0f} MB")
+        for layer, facts in run.answers["ask"]["layers"].items():
+            if facts["rows"] != study.rows:
+                found.append(f"layer {layer} has {facts['rows']:,} rows, not {study.rows:,}")
+            if not facts["output_error"] <= variant.max_output_error:
+                found.append(f"layer {layer}: output error {facts['output_error']:.1e}")
+    if study.votes is not None:
+        for facts in run.answers["votes"]["layers"]:
+            if facts["rows"] != study.rows:
+                found.append(f"layer {facts['name']} has {facts['rows']:,} rows in its sums")
+            found += [f"layer {facts['name']} is not exact: {why}" for why in facts["inexact"]]
+    if study.masks is not None:
+        facts = run.answers["masks"]
+        wrong = 2 * facts["images"] - facts["predictions_as_the_model"]
+        if wrong:
+            found.append(f"{wrong:,} predictions in dual form are not the model's")
+    return found
+
+
+def write(study: Study, runs: list[Run], command: str, out: Path) -> None:
+    """Write report.json and report.md to `out`, and table1.* where the study asks for votes."""
     facts = {
         "study": asdict(study),
         "command": command,
         "machine": _machine(),
-        "variants": [asdict(report) for report in reports],
+        "variants": [asdict(run) for run in runs],
     }
     (out / "report.json").write_text(json.dumps(facts, indent=1) + "\n")
+    training = ", then ".join(
+        f"{phase.steps:,} steps on {' and '.join(phase.tasks)}" for phase in study.phases
+    )
     lines = [
         f"# {study.name}",
         "",
-        f"784-{'-'.join(map(str, study.hidden))}-10 on MNIST, {study.steps:,} steps of batch "
-        f"{study.batch_size}: {study.rows:,} rows per layer. Made by:",
+        f"784-{'-'.join(map(str, study.hidden))}-10, {training}, batch {study.batch_size}: "
+        f"{study.rows:,} rows per layer. Made by:",
         "",
         f"    {command}",
         "",
         ", ".join(f"{key} {value}" for key, value in _machine().items()) + ".",
     ]
-    for report in reports:
-        lines += ["", *_variant(study, report)]
+    for name in dict.fromkeys(run.variant for run in runs):
+        own = [run for run in runs if run.variant == name]
+        variant = study.variants[name]
+        lines += [
+            "",
+            f"## {name}: SGD, lr {variant.lr:g}, momentum {variant.momentum:g}, "
+            f"clip {variant.clip:g}",
+        ]
+        if study.votes is not None:
+            lines += ["", *table1.write(own, out, "" if name == "code" else f"_{name}")]
+        for run in own:
+            lines += ["", *_run(study, variant, run)]
     (out / "report.md").write_text("\n".join(lines) + "\n")
 
 
-def _variant(study: Study, report: VariantReport) -> list[str]:
-    variant = study.variants[report.variant]
-    ask, record = report.ask, report.record
-    lines = [
-        f"## {report.variant}: SGD, lr {variant.lr:g}, momentum {variant.momentum:g}, "
-        f"clip {variant.clip:g}",
-        "",
+def _run(study: Study, variant: Variant, run: Run) -> list[str]:
+    record = run.record
+    accuracies = ", ".join(f"{share:.2%} on {task}" for task, share in run.accuracy.items())
+    lines = [f"### seed {run.seed}", ""] if len(study.seeds) > 1 else []
+    lines += [
         "| stage | seconds | peak anonymous + shared MB | peak resident MB, mapped files too |",
         "|---|---:|---:|---:|",
     ]
     lines += [
         f"| {name} | {usage.seconds:.1f} | {usage.peak_anonymous / 1e6:.0f} "
         f"| {usage.peak_rss / 1e6:.0f} |"
-        for name, usage in report.stages.items()
+        for name, usage in run.stages.items()
     ]
     lines += [
         "",
         f"Of the first stage the training loop took {record['loop_seconds']:.1f} s and closing "
         f"the recording {record['close_seconds']:.1f} s. On disk: recording "
-        f"{report.bytes['recording'] / 1e9:.2f} GB, index {report.bytes['index'] / 1e9:.2f} GB. "
-        f"The server listened after {report.open_seconds:.1f} s. "
-        f"Test accuracy {record['test_accuracy']:.2%}; over the {ask['images']:,} images asked "
-        f"{ask['accuracy_layer']:.2%}, with the last layer in dual form "
-        f"{ask['accuracy_dual']:.2%}.",
+        f"{run.bytes['recording'] / 1e9:.2f} GB, index {run.bytes['index'] / 1e9:.2f} GB. "
+        f"The server listened after {run.open_seconds:.1f} s. Test accuracy {accuracies}.",
+    ]
+    if len(study.phases) > 1:
+        for number, shares in enumerate(record["test_accuracy_by_phase"], 1):
+            after = ", ".join(f"{share:.2%} on {task}" for task, share in shares.items())
+            lines.append(f"After phase {number}: {after}.")
+    if study.ask is not None:
+        lines += ["", *_asked(study, variant, run)]
+    elif study.verify:
+        errors = ", ".join(f"{own['weight_error']:.1e}" for own in run.verify["layers"])
+        lines += ["", f"`dualform index verify`: the rows rebuild the layers' weights to {errors}."]
+    if study.masks is not None:
+        lines += ["", *_masked(study, run)]
+    if run.failures:
+        return [*lines, "", "**Bounds that do not hold:** " + "; ".join(run.failures) + "."]
+    return [*lines, "", "Every bound of the study holds."]
+
+
+def _asked(study: Study, variant: Variant, run: Run) -> list[str]:
+    assert study.ask is not None
+    ask = run.answers["ask"]
+    lines = [
+        f"Over the {ask['images']:,} images asked the accuracy is {ask['accuracy_layer']:.2%}, "
+        f"with the last layer in dual form {ask['accuracy_dual']:.2%}.",
         "",
         "Weight error: what `dualform index verify` found, |rebuilt - trained| / |trained - "
         f"initial| in the Frobenius norm, bound {variant.max_weight_error:g}. Output error: "
@@ -99,24 +186,69 @@ def _variant(study: Study, report: VariantReport) -> list[str]:
         "| server MB | vote is label |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    lines += [
-        f"| {name} | {facts['rows']:,} | {_weight_error(report, name)} "
+    return lines + [
+        f"| {name} | {facts['rows']:,} | {_weight_error(run, name)} "
         f"| {facts['output_error']:.1e} | {facts['output_error_median']:.1e} "
         f"| {facts['output_seconds']:.2f} | {facts['top_k_seconds']:.2f} "
         f"| {facts['sums_seconds']:.2f} | {facts['top_k_server_anonymous'] / 1e6:.0f} "
         f"| {facts['vote_is_label']:.0%} |"
         for name, facts in ask["layers"].items()
     ]
-    if report.failures:
-        return [*lines, "", "**Bounds that do not hold:** " + "; ".join(report.failures) + "."]
-    return [*lines, "", "Every bound of the study holds."]
 
 
-def _weight_error(report: VariantReport, layer: str) -> str:
-    for own in report.verify["layers"]:
+def _masked(study: Study, run: Run) -> list[str]:
+    assert study.masks is not None
+    facts, kept, task = run.answers["masks"], study.masks.kept, study.masks.task
+    lines = [
+        f"Accuracy over the first {facts['images']:,} test images of each task, every layer in "
+        f"dual form unless said otherwise. The model itself: {facts['accuracy'][kept]:.2%} on "
+        f"{kept}, {facts['accuracy'][task]:.2%} on {task}; of its {2 * facts['images']:,} "
+        f"predictions {facts['predictions_as_the_model']:,} are those of the dual form.",
+        "",
+        f"| rows that take part | {kept} | {task} | seconds |",
+        "|---|---:|---:|---:|",
+    ]
+    lines += [
+        f"| {each['title']} | {each['accuracy'][kept]:.2%} | {each['accuracy'][task]:.2%} "
+        f"| {each['seconds']:.0f} |"
+        for each in facts["passes"]
+    ]
+    found = facts["astray"]
+    lines += [
+        "",
+        f"Of {found['images']:,} test images of {kept} with label {found['label']}, "
+        f"{found['wrong']:,} are classified wrongly. Without what the {task} rows add in the last "
+        f"layer {found['right_without_in_last_layer']:,} of these are right, with the rows masked "
+        f"in every layer {found['right_masked_in_every_layer']:,}; for "
+        f"{found['led_by_largest_sum']:,} of the former the {task} rows of the predicted label "
+        "have the largest sum of weights in the last layer, as in the paper's example.",
+    ]
+    if "example" in found:
+        own = found["example"]
+        label, prediction = found["label"], own["prediction"]
+        lines += [
+            "",
+            f"The one that is pushed furthest: test image {own['place']}, taken for a "
+            f"{prediction}. Its logits for {label} and {prediction} are "
+            f"{own['logits'][label]:.2f} and {own['logits'][prediction]:.2f}; without the {task} "
+            f"rows of the last layer {own['logits_without'][label]:.2f} and "
+            f"{own['logits_without'][prediction]:.2f}.",
+        ]
+    return lines
+
+
+def _weight_error(run: Run, layer: str) -> str:
+    for own in run.verify.get("layers", ()):
         if own["layer"] == layer and own["weight_error"] is not None:
             return f"{own['weight_error']:.1e}"
     return "not rebuilt"
+
+
+def _settings(study: Study, variant: str) -> Any:
+    """What a run's answers depend on, as JSON gives it back: not on other seeds and variants."""
+    facts = asdict(study) | {"variants": asdict(study.variants[variant])}
+    del facts["seeds"]
+    return json.loads(json.dumps(facts))
 
 
 def _machine() -> dict[str, str]:

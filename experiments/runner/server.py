@@ -18,8 +18,13 @@ _START_SECONDS = 120.0
 
 
 @contextmanager
-def serving(index: Path, log: Path) -> Iterator[tuple[str, int]]:
+def serving(index: Path, log: Path, config: Path | None = None) -> Iterator[tuple[str, int]]:
     """Serve one index while the block runs, then end the server with SIGTERM.
+
+    Args:
+        index: Its directory.
+        log: Takes the server's output.
+        config: The server's YAML file, or None for what it does by itself.
 
     Yields:
         The address as HOST:PORT, and the server's process id.
@@ -27,10 +32,11 @@ def serving(index: Path, log: Path) -> Iterator[tuple[str, int]]:
     Raises:
         StageError: The server did not start to listen, or did not end with status 0.
     """
+    command: list[str | Path] = [DUALFORM, "serve", index, "--port", "0"]
+    if config is not None:
+        command += ["--config", config]
     with open(log, "wb") as sink:
-        process = subprocess.Popen(
-            [DUALFORM, "serve", index, "--port", "0"], stdout=sink, stderr=subprocess.STDOUT
-        )
+        process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT)
     try:
         yield _address(process, log), process.pid
         process.send_signal(signal.SIGTERM)

@@ -7,15 +7,18 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENTS = ROOT / "experiments"
 sys.path.insert(0, str(EXPERIMENTS))
 
-from runner import config, mnist  # noqa: E402
+from runner import config, images, table1, votes  # noqa: E402
 
 
 def edited(tmp_path: Path, old: str, new: str) -> Path:
@@ -34,11 +37,30 @@ def test_mnist_single_is_the_papers_size() -> None:
     assert study.variants["paper"] == config.Variant(0.03, 0.0, 1.0, 1e-4, 1e-5)
 
 
+def test_the_studies_of_images_differ_where_the_paper_says() -> None:
+    single = config.load(EXPERIMENTS / "mnist_single.yaml")
+    table = config.load(EXPERIMENTS / "mnist_table1.yaml")
+    joint = config.load(EXPERIMENTS / "joint.yaml")
+    continual = config.load(EXPERIMENTS / "continual.yaml")
+    assert single.phases == table.phases
+    assert single.variants == table.variants
+    assert len(table.seeds) == 5
+    assert table.votes == config.Votes(images=10_000)
+    assert joint.phases == (config.Phase(("mnist", "fashion"), 5000),)
+    assert continual.phases == (config.Phase(("mnist",), 3000), config.Phase(("fashion",), 3000))
+    for study in (single, table, joint, continual):
+        assert (study.hidden, study.batch_size) == ((800, 800), 128)
+        assert study.variants["code"] == single.variants["code"]
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("seed: 0", "seed: 0\nsede: 1", "unknown key 'sede'"),
-        ("seed: 0", "", "no key 'seed'"),
+        ("seeds: [0]", "seeds: [0]\nsedes: [1]", "unknown key 'sedes'"),
+        ("seeds: [0]", "", "no key 'seeds'"),
+        ("seeds: [0]", "seeds: []", "seeds is empty"),
+        ("tasks: [mnist]", "tasks: [cifar]", "tasks must hold some of mnist, fashion"),
+        ("tasks: [mnist]", "tasks: mnist", "tasks must be a list"),
         ("steps: 200", "steps: 2.5", "steps is 2.5; it must be of type int"),
         ("steps: 200", "steps: true", "steps is True; it must be of type int"),
         ("steps: 200", "steps: 0", "steps is 0; at least 1"),
@@ -64,7 +86,7 @@ def test_a_wrong_study_ends_the_run_without_a_traceback(tmp_path: Path) -> None:
 
 
 def test_batches_cross_epoch_borders_and_repeat_nothing_within_an_epoch() -> None:
-    plan = mnist.batches(n=100, size=32, steps=10, seed=0)
+    plan = images.batches(n=100, size=32, steps=10, random=np.random.default_rng(0))
     assert plan.shape == (10, 32)
     stream = plan.ravel()
     for epoch in range(3):
@@ -74,8 +96,8 @@ def test_batches_cross_epoch_borders_and_repeat_nothing_within_an_epoch() -> Non
 
 
 def test_the_split_and_normalisation_are_the_authors(data_dir: Path, tmp_path: Path) -> None:
-    training, test = mnist.load(data_dir, tmp_path)
-    kept, chosen = mnist.split()
+    training, test = images.load(data_dir, tmp_path)
+    kept, chosen = images.split()
     assert len(kept) == len(set(kept)) == 50_000
     assert (training.ids.numpy() == chosen).all()
     # Counted from the authors' program.
@@ -94,14 +116,15 @@ def test_a_small_study_holds_its_bounds(data_dir: Path, tmp_path: Path) -> None:
     assert [each["variant"] for each in report["variants"]] == ["code", "paper"]
     for each in report["variants"]:
         bound = report["study"]["variants"][each["variant"]]["max_output_error"]
-        assert list(each["ask"]["layers"]) == ["0", "2", "4"]
-        for layer in each["ask"]["layers"].values():
+        ask = each["answers"]["ask"]
+        assert list(ask["layers"]) == ["0", "2", "4"]
+        for layer in ask["layers"].values():
             assert layer["rows"] == 200 * 128
             assert 0 < layer["output_error"] <= bound
-        assert each["ask"]["accuracy_dual"] == each["ask"]["accuracy_layer"]
+        assert ask["accuracy_dual"] == ask["accuracy_layer"]
         # 200 steps learn most of MNIST; chance is 0.1.
-        assert each["record"]["test_accuracy"] > 0.8
-        assert set(each["stages"]) == {"record", "build", "verify", "ask", "serve"}
+        assert each["record"]["test_accuracy"]["mnist"] > 0.8
+        assert set(each["stages"]) == {"record", "build", "verify", "ask", "votes", "serve"}
         assert all(usage["peak_anonymous"] > 10e6 for usage in each["stages"].values())
         # Keys and values in float32, and little beside them.
         rows = 200 * 128 * 4 * ((784 + 64 + 64) + (64 + 64 + 10))
@@ -112,6 +135,102 @@ def test_a_small_study_holds_its_bounds(data_dir: Path, tmp_path: Path) -> None:
         assert not (folder / "index").exists()
     page = (tmp_path / "report.md").read_text()
     assert page.count("Every bound of the study holds.") == 2
+    check_votes(data_dir, tmp_path, report)
+    # What is done is not done again, unless the study has changed.
+    before = (tmp_path / "code" / "run.json").stat().st_mtime_ns
+    again = run(EXPERIMENTS / "mnist_tiny.yaml", data_dir, tmp_path, "--variant", "code")
+    assert again.returncode == 0, again.stderr
+    assert "[code] is done already" in again.stderr
+    assert (tmp_path / "code" / "run.json").stat().st_mtime_ns == before
+
+
+def check_votes(data: Path, out: Path, report: dict[str, Any]) -> None:
+    """Layer 0's row of Table 1 against float64 sums over the images that training saw."""
+    study = config.load(EXPERIMENTS / "mnist_tiny.yaml")
+    assert study.votes is not None
+    training, test = images.load(data, out / "data")
+    ((seen, plan),) = images.phases(study, {"mnist": training}, seed=0)
+    times = np.bincount(plan.numpy().ravel(), minlength=len(seen.ids))
+    queries = test.inputs[: study.votes.images].double().numpy()
+    target = test.labels[: study.votes.images].numpy()
+    weights = np.abs(queries @ seen.inputs.double().numpy().T) * times
+    sums = np.stack([weights[:, seen.labels.numpy() == label].sum(1) for label in range(10)], 1)
+    model = images.network(study.hidden)
+    model.load_state_dict(load_file(out / "code" / "model.safetensors"))
+    output = model(test.inputs[: study.votes.images]).argmax(1).numpy()
+    facts = report["variants"][0]["answers"]["votes"]
+    expected = votes.shares(sums.argmax(1), target, output)
+    assert {name: facts["layers"][0][name] for name in expected} == pytest.approx(expected)
+    assert 0 < facts["wrong"] == (output != target).sum()
+    table = json.loads((out / "table1.json").read_text())
+    assert table["seeds"] == 1
+    assert list(table["layers"]) == ["0", "1", "2"]
+    for name, share in expected.items():
+        assert table["layers"]["0"][name] == pytest.approx([share, 0.0])
+
+
+def test_table_1_has_means_and_sample_deviations() -> None:
+    columns = {"no_target": 10.0, "no_output": 50.0, "yes": 75.0}
+    runs = [
+        {"accuracy": 97.0 + extra, "layers": [{**columns, "yes": 75.0 + extra}]}
+        for extra in (0.0, 1.0, 2.0)
+    ]
+    table = table1.summary(runs)
+    assert table["seeds"] == 3
+    assert table["accuracy"] == pytest.approx([98.0, 1.0])
+    assert table["layers"]["0"]["yes"] == pytest.approx([76.0, 1.0])
+    assert table["layers"]["0"]["no_target"] == pytest.approx([10.0, 0.0])
+
+
+def test_shares_split_on_whether_the_output_is_right() -> None:
+    target = np.array([1, 2, 3, 4, 5])
+    output = np.array([1, 2, 9, 9, 9])
+    vote = np.array([1, 7, 3, 9, 9])
+    assert votes.shares(vote, target, output) == pytest.approx(
+        {"no_target": 100 / 3, "no_output": 200 / 3, "yes": 50.0}
+    )
+
+
+def test_a_mask_brings_back_what_a_second_task_took(data_dir: Path, tmp_path: Path) -> None:
+    done = run(EXPERIMENTS / "continual_tiny.yaml", data_dir, tmp_path)
+    assert done.returncode == 0, done.stderr
+    (only,) = json.loads((tmp_path / "report.json").read_text())["variants"]
+    facts = only["answers"]["masks"]
+    by_title = {each["title"]: each["accuracy"] for each in facts["passes"]}
+    first, last = only["record"]["test_accuracy_by_phase"]
+    assert last["mnist"] < first["mnist"] - 0.1
+    assert by_title["nothing masked"] == facts["accuracy"]
+    assert by_title["fashion masked from step 400 on"] == facts["accuracy"]
+    assert by_title["fashion masked from step 200 on"] == by_title["fashion masked"]
+    # The dual layers after the first phase are the model that training had then.
+    model = trained_on_mnist_only(data_dir, tmp_path)
+    _, test = images.load(data_dir, tmp_path / "data")
+    then = (model(test.inputs[:1000]).argmax(1) == test.labels[:1000]).double().mean().item()
+    assert by_title["the layers after 200 steps"]["mnist"] == pytest.approx(then, abs=1.5e-3)
+    # What momentum still added after that phase is all that sets the masked layers apart.
+    assert by_title["fashion masked"]["mnist"] == pytest.approx(then, abs=0.03)
+    tasks = {"mnist": 40_053, "fashion": 40_053}
+    ids = [set(images.load(data_dir, tmp_path / "data", task)[0].ids.tolist()) for task in tasks]
+    assert [len(each) for each in ids] == list(tasks.values())
+    assert not ids[0] & ids[1]
+
+
+def trained_on_mnist_only(data: Path, out: Path) -> torch.nn.Module:
+    """The model after continual_tiny's first phase, by a plain loop."""
+    study = config.load(EXPERIMENTS / "continual_tiny.yaml")
+    training = {task: images.load(data, out / "data", task)[0] for task in study.tasks}
+    torch.manual_seed(0)
+    model = images.network(study.hidden)
+    variant = study.variants["code"]
+    optimizer = torch.optim.SGD(model.parameters(), lr=variant.lr, momentum=variant.momentum)
+    seen, plan = next(images.phases(study, training, seed=0))
+    for batch in plan:
+        loss = torch.nn.functional.cross_entropy(model(seen.inputs[batch]), seen.labels[batch])
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), variant.clip)
+        optimizer.step()
+    return model
 
 
 def test_a_bound_that_does_not_hold_is_said(data_dir: Path, tmp_path: Path) -> None:
