@@ -68,7 +68,7 @@ def main() -> None:
 
 def recorded(path: Path, data: Path, scratch: Path) -> Iterator[tuple[str, Index, str, np.ndarray]]:
     """The layers of the MNIST index, each with the activations of 1,024 test images."""
-    from runner.mnist import load
+    from runner.images import load
 
     index = Index.open(path, device="cpu")
     _, test = load(data, scratch / "mnist")
