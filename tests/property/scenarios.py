@@ -30,7 +30,9 @@ _EVENTS = ("nothing",) * 8 + (
     "momentum on",
     "discarded",
     "frozen",
+    "frozen weight",
     "without a layer",
+    "without a weight",
     "without a bias",
     "zero",
 )
@@ -56,7 +58,8 @@ class Step:
         batches: Examples of each backward pass; several accumulate.
         settings: Of the weights' and of the biases' group.
         event: "discarded": another pass, whose gradients are zeroed. "frozen": the layer does not
-            require gradients. "without a layer", "without a bias": its gradient is set to None.
+            require gradients; "frozen weight": its weight does not. "without a layer", "without a
+            weight", "without a bias": its gradient is set to None.
             "zero": all gradients are set to zero. Else nothing.
         layer: The event's.
     """
@@ -212,6 +215,7 @@ class Run:
             for group, own in zip(self.optimizer.param_groups, step.settings, strict=False):
                 group.update(vars(own))
             layer.requires_grad_(step.event != "frozen")
+            layer.weight.requires_grad_(step.event not in ("frozen", "frozen weight"))
             self.optimizer.zero_grad()
             if step.event == "discarded":
                 before_pass(number, torch.tensor(step.batches[0]))
@@ -223,6 +227,8 @@ class Run:
             self.factors.append(self._scaled())
             if step.event == "without a layer":
                 layer.zero_grad(set_to_none=True)
+            elif step.event == "without a weight":
+                layer.weight.grad = None
             elif step.event == "without a bias" and layer.bias is not None:
                 layer.bias.grad = None
             elif step.event == "zero":

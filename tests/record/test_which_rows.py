@@ -282,13 +282,12 @@ def test_frozen_and_unfrozen_midway(tmp_path: Path) -> None:
             loss(model, torch.randn(7, 5)).backward()
             optimizer.step()
     recording = Recording.open(tmp_path / "r")
-    assert [record.step for record in recording.passes("0")] == [2, 3, 4, 5]
+    assert [record.step for record in recording.passes("0")] == list(range(6))
     assert [record.step for record in recording.passes("2")] == [0, 1, 2, 3]
-    assert recording.marks["2"] == []
-    # Its bias was trained while the weight was frozen: no rows for that, and it says so.
-    assert [mark.from_step for mark in recording.marks["0"]] == [0]
-    assert "bias" in recording.marks["0"][0].reason
-    reading.assert_rebuilds(tmp_path / "r", parameters=["0.weight", "2.weight", "2.bias"])
+    assert recording.marks == {"0": [], "2": []}
+    took_part = [row.took_part for row in recording.ledger().parameters["0.weight"]]
+    assert took_part == [False, False, True, True, True, True]
+    reading.assert_rebuilds(tmp_path / "r")
 
 
 def test_memory_of_passes_without_backward_is_reused(tmp_path: Path) -> None:
@@ -358,4 +357,54 @@ def test_a_bias_gradient_that_was_zeroed_drops_rows_whose_keys_are_zero(tmp_path
     assert recording.marks == {"0": [], "2": []}
     for name in ("0", "2"):
         assert [record.step for record in recording.passes(name)] == [0, 1, 2, 4, 5]
+    reading.assert_rebuilds(tmp_path / "r")
+
+
+@pytest.mark.parametrize("time", [None, 3])
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_biases_alone_are_trained(
+    tmp_path: Path, time: int | None, in_place: bool, accumulate: int
+) -> None:
+    """As when only biases are tuned: rows that the weight takes no part in."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 6), nn.ReLU(inplace=in_place), nn.Linear(6, 2))
+    for layer in (model[0], model[2]):
+        layer.weight.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    shape = (7, 5) if time is None else (7, time, 5)
+    with Recorder(model, optimizer, tmp_path / "r", layers=["0", "2"]):
+        for i in range(6):
+            optimizer.zero_grad()
+            loss(model, torch.randn(shape)).backward()
+            if i == 2:
+                optimizer.zero_grad(set_to_none=False)
+            for _ in range(accumulate):
+                loss(model, torch.randn(shape)).backward()
+            with torch.no_grad():
+                loss(model, torch.randn(shape))
+            optimizer.step()
+    recording = Recording.open(tmp_path / "r")
+    assert recording.marks == {"0": [], "2": []}
+    for name in ("0", "2"):
+        rows = [record.rows for record in recording.passes(name) if record.step == 2]
+        assert rows == [7 * (time or 1)] * accumulate
+    reading.assert_rebuilds(tmp_path / "r", parameters=["0.bias", "2.bias"])
+
+
+def test_a_weights_gradient_alone_is_dropped_or_zeroed(tmp_path: Path) -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    with Recorder(model, optimizer, tmp_path / "r"):
+        for i in range(6):
+            optimizer.zero_grad()
+            loss(model, torch.randn(7, 5)).backward()
+            if i == 2:
+                model[0].weight.grad = None
+            if i == 4:
+                model[0].weight.grad.zero_()
+            optimizer.step()
+    recording = Recording.open(tmp_path / "r")
+    assert recording.marks == {"0": [], "2": []}
+    assert len(recording.passes("0")) == 6
     reading.assert_rebuilds(tmp_path / "r")

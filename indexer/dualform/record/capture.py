@@ -1,8 +1,8 @@
 """Capturing rows: hooks on one layer, and which rows belong to the coming step.
 
 Keys are copied in a forward hook, values in a pre-hook on the node that multiplies by the weight.
-A row is committed when its backward has accumulated into the weight's gradient, and dropped when
-that gradient is found zeroed (design: *What a row is*).
+A row is committed when its backward has accumulated into the weight's gradient (the bias's while
+the weight is frozen), and dropped when that gradient is found zeroed (design: *What a row is*).
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class LayerCapture:
         self._tape = tape
         self._watch = watch
         self._u, self._v = probes
-        self._attached = False
+        self._attached = self._attached_to_bias = False
         self._handles: list[Any] = []
         self.begin_step()
 
@@ -164,8 +164,11 @@ class LayerCapture:
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
         """The forward hook: copy the key and hook the node that multiplies by the weight."""
-        weight = self.weight
-        if not (torch.is_grad_enabled() and weight.requires_grad and output.requires_grad):
+        weight, bias = self.weight, self.bias
+        if not (torch.is_grad_enabled() and output.requires_grad):
+            return
+        trained = weight.requires_grad
+        if not trained and (bias is None or not bias.requires_grad):
             return
         given = self._kind.input(args, kwargs)
         if given is None:
@@ -177,19 +180,23 @@ class LayerCapture:
         rows = given.numel() // self.spec.d_in
         if rows == 0:
             return
-        node = self._kind.node(output, weight)
+        if trained:
+            node = self._kind.node(output, weight)
+        else:
+            assert bias is not None
+            node = self._kind.bias_node(output, bias)
         compiled = node is None and "CompiledFunction" in output.grad_fn.name()
         if node is None and not compiled:
             if self._kind.weight(self.module) is not weight or _is_functional(output):
                 return  # functional_call, jacrev and the like: not through the parameter's .grad
+            if not trained:
+                return  # the check of the bias's gradient will tell
             raise CaptureError(
                 f"layer {self.spec.name!r} ran, but its output does not come from a product with "
                 f"its weight (autograd node {output.grad_fn}); leave it out with "
                 "Recorder(..., layers=[...])"
             )
-        if not self._attached:  # not before: a frozen parameter takes no hook
-            self._attached = True
-            self._handles.append(weight.register_post_accumulate_grad_hook(self._accumulated))
+        self._attach_to(trained)
         if output.dtype is not weight.dtype:
             self.autocast = True
         key = self._tape.pool.take(rows, self.spec.d_in)
@@ -215,8 +222,14 @@ class LayerCapture:
         if item.key is None:
             self.late = True
             return
-        grad = self.weight.grad
-        if self._passes:
+        frozen = not self.weight.requires_grad
+        grad = self.bias.grad if frozen and self.bias is not None else self.weight.grad
+        if frozen:
+            if grad is None or not grad.any():
+                self.drop()
+            elif not self._passes:
+                self.carried = True
+        elif self._passes:
             if grad is None or self._watch.zeroed(grad):
                 self.drop()
         elif grad is not None and self._watch.sampled(grad):
@@ -235,6 +248,22 @@ class LayerCapture:
             item.value_probe = item.value_probe + probe
         self._passes[item.number] = item
         self.ever = True
+
+    def _attach_to(self, weight: bool) -> None:
+        """Hook the weight, or while it is frozen the bias: a frozen parameter takes no hook."""
+        if weight and not self._attached:
+            self._attached = True
+            hook = self.weight.register_post_accumulate_grad_hook(self._accumulated)
+            self._handles.append(hook)
+        if not weight and not self._attached_to_bias and self.bias is not None:
+            self._attached_to_bias = True
+            hook = self.bias.register_post_accumulate_grad_hook(self._bias_accumulated)
+            self._handles.append(hook)
+
+    def _bias_accumulated(self, parameter: torch.Tensor) -> None:
+        """The bias's post-accumulate hook, which counts while the weight is frozen."""
+        if not self.weight.requires_grad:
+            self._tape.commit(self)
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
         """The weight's post-accumulate hook."""

@@ -131,7 +131,7 @@ class GradientCheck:
         # Rows that add up to zero (dead units; keys that are all zero) leave nothing to zero, and
         # clipping a zero gradient touches it: the bias's rows still count.
         if probe == 0.0 and sides.weight != 0.0 and watch.zeroed(grad):
-            return Verdict(True, zeroed=True)
+            return Verdict(True, zeroed=True, scale=0.0)
         if not math.isfinite(probe):
             return Verdict(True, fault="not finite")
         # Scaled, or edited through `.data`, which autograd does not count, or wrong.

@@ -88,19 +88,19 @@ class RecordedLayer:
         sides = Sides(passes)
         kernel = self._optimizer.kernel_scale()
         weight = self._weight_verdict(sides) if kernel else Verdict(False)
-        keep = weight.took_part and not weight.zeroed
-        if keep and not self.capture.ever:
+        if weight.took_part and not weight.zeroed and not self.capture.ever:
             grad = self.capture.weight.grad
             if grad is not None and bool(grad.any()):
                 raise CaptureError(_CAUSES.format(name=self.spec.name))
-        if not keep:
-            sides = Sides([])
         verdicts = [(weight, sides.weight_size)]
+        keep = weight.took_part and not weight.zeroed
         if self.capture.bias is not None:
             bias = self._bias_verdict(weight, sides) if kernel else Verdict(False)
             verdicts.append((bias, sides.bias_size))
-            # All keys were zero: of what was zeroed only the bias's gradient could tell.
-            keep = keep and not (bias.zeroed and sides.weight == 0.0)
+            if not keep:  # the weight is frozen, or its gradient None or zeroed; not the bias's
+                keep = bias.took_part and not bias.zeroed
+            elif sides.weight == 0.0:  # all keys are zero: only the bias can tell of zeroing
+                keep = not bias.zeroed
         self.kept = passes if keep else []
         if kernel != 1:
             verdicts = [
@@ -155,7 +155,7 @@ class RecordedLayer:
         if self._follow_rows:
             return self._check.weight(grad, watch, sides)
         if sides.weight != 0.0 and watch.zeroed(grad):
-            return Verdict(True, zeroed=True)
+            return Verdict(True, zeroed=True, scale=0.0)
         factor = 1.0 if watch.untouched(grad) else watch.scale(grad).factor
         return Verdict(True, scale=factor if np.isfinite(factor) else 1.0)
 
@@ -164,8 +164,8 @@ class RecordedLayer:
         if bias is None or bias.grad is None:
             return Verdict(False)
         if self._follow_rows and weight.fault is None:
-            return self._check.bias(bias.grad, sides, weight.scale)
-        return Verdict(True, scale=weight.scale)
+            return self._check.bias(bias.grad, sides, 1.0 if weight.zeroed else weight.scale)
+        return Verdict(True, zeroed=weight.zeroed, scale=weight.scale)
 
     def _probe_state(self, parameter: torch.Tensor) -> list[tuple[float, float]]:
         momentum = self._optimizer.momentum(parameter)
@@ -193,8 +193,6 @@ class RecordedLayer:
             return "the gradient was clipped by value, which no factor describes"
         if fault == "edited":
             return "the gradient was changed between backward and step other than by one factor"
-        if capture.weight.grad is None:
-            return "the bias was trained while the weight was frozen"
         if capture.autocast:
             return "reduced precision (autocast): the gradient was computed from rounded numbers"
         if capture.double_backward:

@@ -53,3 +53,8 @@ class LayerKind(ABC):
     @abstractmethod
     def node(self, output: torch.Tensor, weight: torch.Tensor) -> Node | None:
         """The autograd node that multiplies by the weight: its gradient is [rows, d_out]."""
+
+    def bias_node(self, output: torch.Tensor, bias: torch.Tensor) -> Node | None:
+        """The node that adds the bias: where to hook while the weight is frozen. None where this
+        kind of layer can't tell; the bias's training is then not explained."""
+        return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -49,24 +49,33 @@ class Linear(LayerKind):
             last = top.next_functions[-1][0]
             if last is not None and _leads_to(last, weight):
                 return top
-        waiting = deque([(top, 0)])
-        while waiting:
-            node, depth = waiting.popleft()
-            if node is None or node.name() in _WEIGHT_VIEWS:
-                continue
-            below = [edge[0] for edge in node.next_functions if edge[0] is not None]
-            # The weight is the last argument of every product that linear layers use.
-            if any(_leads_to(child, weight) for child in reversed(below)):
-                return node
-            if depth < _MAX_DEPTH:
-                waiting.extend((child, depth + 1) for child in below)
-        return None
+        return _search(top, lambda child: _leads_to(child, weight))
+
+    def bias_node(self, output: torch.Tensor, bias: torch.Tensor) -> Node | None:
+        return _search(output.grad_fn, lambda child: _leads_to(child, bias, direct=True))
 
 
-def _leads_to(node: Node, weight: torch.Tensor) -> bool:
-    passed = False
+def _search(top: Node | None, wanted: Callable[[Node], bool]) -> Node | None:
+    """The nearest node from the top down that takes an argument which is wanted."""
+    waiting = deque([(top, 0)])
+    while waiting:
+        node, depth = waiting.popleft()
+        if node is None or node.name() in _WEIGHT_VIEWS:
+            continue
+        below = [edge[0] for edge in node.next_functions if edge[0] is not None]
+        # The weight is the last argument of every product that linear layers use.
+        if any(wanted(child) for child in reversed(below)):
+            return node
+        if depth < _MAX_DEPTH:
+            waiting.extend((child, depth + 1) for child in below)
+    return None
+
+
+def _leads_to(node: Node, parameter: torch.Tensor, direct: bool = False) -> bool:
+    """Whether the node hands on to the parameter, through a view or, if allowed, directly."""
+    passed = direct
     current: Node | None = node
     while current is not None and current.name() in _WEIGHT_VIEWS:
         passed = True
         current = current.next_functions[0][0]
-    return passed and getattr(current, "variable", None) is weight
+    return passed and getattr(current, "variable", None) is parameter
