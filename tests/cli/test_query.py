@@ -62,6 +62,27 @@ def test_top_k_by_contribution(memory: Memory, server: str, query_file: Path) ->
     assert table.out.endswith("covers 350 of 600 rows\n")
 
 
+def test_distinct_values_bins_and_a_profile(memory: Memory, server: str, query_file: Path) -> None:
+    data = answer(ask("top-k", server, query_file, "-k", 3, "--distinct", "task", "--json"))
+    assert data["counts"][0][:2] == [memory.task.count(t) for t in data["columns"]["task"][0][:2]]
+    table = ask("top-k", server, query_file, "-k", 3, "--distinct", "task").out.splitlines()
+    assert table[1].split()[:4] == ["rank", "row", "score", "count"]
+    weights, step = memory.weights(np.load(query_file)), np.arange(600) // 7
+    binned = answer(
+        ask("sums", server, query_file, "--group-by", "step", "--bins", "0,10,30.5", "--json")
+    )
+    assert binned["groups"] == [0, 10]
+    profile = answer(ask("profile", server, query_file, "--bins", 4, "--json"))
+    for got, edges in ((binned, [0, 10, 30.5]), (profile, np.linspace(0, 86, 5))):
+        assert got["counts"] == np.histogram(step, edges)[0].tolist()
+        expected = np.histogram(step, edges, weights=weights[1])[0]
+        np.testing.assert_allclose(got["values"][1], expected, atol=1e-3)
+    wrong = ask("sums", server, query_file, "--group-by", "step", "--bins", "0,x")
+    assert wrong.status == 2
+    assert "ascending edges such as 0,1000,3000" in wrong.err
+    assert "from step" in ask("profile", server, query_file).out
+
+
 def test_padding_is_null_in_json(server: str, query_file: Path) -> None:
     data = answer(ask("top-k", server, query_file, "--where", "label = 99", "-k", 2, "--json"))
     assert data["rows"] == [[-1, -1]] * 2
@@ -180,7 +201,7 @@ WHOLE = ["top-k", "--layer", "fc", "--query", "q.npy", "--server", "a:1"]
         ([*WHOLE, "-k", "x"], "invalid int"),
         ([*WHOLE, "--rank-by", "best"], "'contribution'"),
         ([*WHOLE, "--rank-by", "contribution", "--unit", "x"], "invalid int"),
-        ([*WHOLE, "--distinct", "example"], "unrecognized arguments: --distinct"),
+        ([*WHOLE, "--metric", "cosine"], "unrecognized arguments: --metric"),
         ([*WHOLE, "--lay", "fc"], "unrecognized arguments: --lay"),
         (["sums", *WHOLE[1:]], "--group-by"),
         (["explain"], "invalid choice"),

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from dualform.client import AsyncClient, Client, Coverage, parse_filter
+from dualform.client import AsyncClient, Client, Coverage, InvalidArgumentError, parse_filter
 
 from .memory import D_IN, D_OUT, LR, ROWS, Memory
 
@@ -109,6 +109,75 @@ def test_sums_are_the_references(
     assert sums.coverage == Coverage(420, ROWS, 0)
 
 
+def test_each_label_once_with_how_often_it_came(
+    remote: Client, memory: Memory, queries: np.ndarray
+) -> None:
+    hits = remote.top_k("fc", queries, k=200, distinct="label", where="step < 60")
+    weights = memory.weights(queries)
+    label = [memory.label[t] for t in range(420)]
+    assert hits.counts is not None
+    for query in range(len(queries)):
+        ranked = np.argsort(-weights[query, :420], kind="stable").tolist()
+        seen: set[int] = set()
+        best = []
+        for t in ranked:
+            if label[t] is None or label[t] not in seen:
+                best.append(t)
+                seen.add(label[t])
+        best = best[:200]
+        assert hits.rows[query, : len(best)].tolist() == best
+        assert (hits.rows[query, len(best) :] == -1).all()
+        counts = [1 if label[t] is None else label.count(label[t]) for t in best]
+        assert hits.counts[query, : len(best)].tolist() == counts
+        assert not hits.counts[query, len(best) :].any()
+    table = hits.to_pandas()
+    assert list(table.columns[:5]) == ["query", "rank", "row", "score", "count"]
+    assert table["count"].tolist() == hits.counts[hits.rows >= 0].tolist()
+    with pytest.raises(InvalidArgumentError) as caught:
+        remote.top_k("fc", queries, distinct="exampel")
+    assert caught.value.field == "distinct"
+
+
+def test_sums_over_bins_and_a_profile_are_numpys(
+    remote: Client, memory: Memory, queries: np.ndarray
+) -> None:
+    weights = memory.weights(queries)
+    step = np.arange(ROWS) // 7
+    steps = remote.index().steps
+    profile = remote.profile("fc", queries, bins=9)
+    edges = np.linspace(0, steps, 10)
+    assert profile.groups == edges[:-1].tolist()
+    assert profile.counts.tolist() == np.histogram(step, edges)[0].tolist()
+    some = remote.sums("fc", queries, group_by="step", bins=(3, 10.5, 40))
+    assert some.groups == [3.0, 10.5]
+    assert some.coverage.rows == some.counts.sum() == 7 * 38
+    for query in range(len(queries)):
+        for got, own in ((profile, edges), (some, np.array([3, 10.5, 40]))):
+            expected = np.histogram(step, own, weights=weights[query])[0]
+            np.testing.assert_allclose(got.values[query], expected, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments", "message"),
+    [
+        ("sums", {"group_by": "step", "bins": [1]}, "at least two"),
+        ("sums", {"group_by": "step", "bins": "0,1"}, "list of ascending edges"),
+        ("sums", {"group_by": "step", "bins": 5}, "list of ascending edges"),
+        ("sums", {"group_by": "step", "bins": [0, None]}, "no number"),
+        ("sums", {"group_by": "step", "bins": [2, 1]}, "must ascend"),
+        ("sums", {"group_by": "task", "bins": [0, 1]}, "not numeric"),
+        ("profile", {"bins": 0}, "from 1 to"),
+        ("profile", {"bins": 2.5}, "an int is needed"),
+    ],
+)
+def test_what_makes_no_bins_is_refused(
+    remote: Client, queries: np.ndarray, method: str, arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidArgumentError, match=message) as caught:
+        getattr(remote, method)("fc", queries, **arguments)
+    assert caught.value.field == "bins"
+
+
 def test_the_dual_output_is_the_references(
     remote: Client, memory: Memory, queries: np.ndarray
 ) -> None:
@@ -144,7 +213,11 @@ QUESTIONS: list[tuple[str, dict[str, Any]]] = [
     ("top_k", {"k": 3, "where": parse_filter("noise < 0.5 or task in ('mnist')")}),
     ("top_k", {"k": 5, "rank_by": "contribution", "unit": 4, "at_step": 60, "order": "smallest"}),
     ("top_k", {"k": 2, "rank_by": "contribution", "unit": 0, "group_by": "label"}),
+    ("top_k", {"k": 3, "distinct": "label"}),
+    ("top_k", {"k": 2, "distinct": "step", "group_by": "task", "where": "step < 30"}),
     ("sums", {"group_by": "label", "absolute": True}),
+    ("sums", {"group_by": "noise", "bins": [-1, 0.0, 2.5]}),
+    ("profile", {"bins": 7, "absolute": True, "where": "label = 1"}),
     ("sums", {"group_by": "step", "where": "task = 'mnist'"}),
     ("dual_output", {}),
     ("dual_output", {"at_step": 0}),

@@ -34,12 +34,17 @@ def test_more_queries_than_the_server_takes(
     with Client(narrow) as client:
         hits = client.top_k("fc", queries, k=5, group_by="label")
         sums = client.sums("fc", queries, group_by="task")
+        once = client.top_k("fc", queries, k=5, distinct="label")
         output = client.dual_output("fc", queries)
     whole = local.top_k("fc", queries, k=5, group_by="label")
     assert hits.rows.tobytes() == whole.rows.tobytes()
     assert hits.scores.tobytes() == whole.scores.tobytes()
     assert hits.groups == whole.groups
     assert hits.coverage == whole.coverage
+    distinct = local.top_k("fc", queries, k=5, distinct="label")
+    assert once.counts is not None
+    assert distinct.counts is not None
+    assert once.counts.tobytes() == distinct.counts.tobytes()
     for name in whole.columns:
         assert hits[name].tolist() == whole[name].tolist()
     expected = local.sums("fc", queries, group_by="task")
@@ -112,7 +117,9 @@ def test_the_limits_are_asked_for_once() -> None:
         return sums_response(step.request.queries.shape[0])
 
     for _ in range(2):
-        plan = questions.sums("fc", np.ones((5, 3), np.float32), "label", False, None, None, None)
+        plan = questions.sums(
+            "fc", np.ones((5, 3), np.float32), "label", False, None, None, None, None
+        )
         assert drive(plan, answer).values.shape == (5, 1)
     assert asked == ["ListIndexesRequest"] + ["SumsRequest"] * 6
 

@@ -50,15 +50,15 @@ def test_both_clients_have_the_same_methods() -> None:
 
 
 def test_every_question_takes_index_and_timeout() -> None:
-    for name in ("top_k", "sums", "dual_output", "examples"):
+    for name in ("top_k", "sums", "profile", "dual_output", "examples"):
         parameters = inspect.signature(getattr(Client, name)).parameters
         assert {"index", "timeout"} <= set(parameters), name
 
 
 def test_what_is_not_there_yet_is_refused(remote: Client, queries: np.ndarray) -> None:
     for call in (
-        lambda: remote.top_k("fc", queries, distinct="example"),  # type: ignore[call-arg]
-        lambda: remote.sums("fc", queries, group_by="step", bins=[0, 1]),  # type: ignore[call-arg]
+        lambda: remote.top_k("fc", queries, metric="cosine"),  # type: ignore[call-arg]
+        lambda: remote.sums("fc", queries, group_by="step", weights=[1]),  # type: ignore[call-arg]
     ):
         with pytest.raises(TypeError, match="unexpected keyword"):
             call()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,9 @@ from hypothesis import strategies as st
 from synthetic import make_index
 
 from dualform.engine import Index
+from dualform.engine import flat as engine_flat
 from dualform.engine import topk as engine_topk
+from dualform.engine.errors import InvalidArgumentError
 from dualform.engine.shards import Shard
 from dualform.engine.sketch import SketchedQueries
 from dualform.index.sketch import leading_directions, sketch
@@ -106,6 +110,8 @@ def test_pruned_answers_are_the_flat_scans(
         for queries in (arrays["queries"], arrays["queries"][:1]):
             pruned = index.top_k("fc", queries, k, order=order, group_by=group_by)
             for strategy in ("flat", "scan", "certified"):
+                if strategy == "flat" and (order == "absolute" or group_by is not None):
+                    continue
                 other = index.top_k(
                     "fc", queries, k, order=order, group_by=group_by, strategy=strategy
                 )
@@ -113,8 +119,45 @@ def test_pruned_answers_are_the_flat_scans(
                 np.testing.assert_array_equal(pruned.scores, other.scores)
 
 
+def test_groups_are_pruned_too(index: Index, arrays: dict[str, np.ndarray]) -> None:
+    queries, groups = arrays["queries"][:1], len(np.unique(arrays["label"]))
+    with counted_rows() as scanned:
+        index.top_k("fc", queries, 5, group_by="label", strategy="certified")
+    assert groups * 5 <= sum(scanned) < 0.2 * len(arrays["keys"])
+
+
+def test_a_strategy_that_does_not_apply_is_refused(
+    index: Index, arrays: dict[str, np.ndarray]
+) -> None:
+    queries = arrays["queries"][:1]
+    for ask in (
+        {"order": "absolute"},
+        {"group_by": "label"},
+        {"distinct": "step"},
+        {"k": engine_flat.MAX_K},
+    ):
+        with pytest.raises(InvalidArgumentError, match="'flat' does not apply") as caught:
+            index.top_k("fc", queries, **{"k": 3, "strategy": "flat", **ask})
+        assert caught.value.field == "strategy"
+    with pytest.raises(InvalidArgumentError, match="is one of auto, certified, flat, scan"):
+        index.top_k("fc", queries, 3, strategy="fast")  # type: ignore[arg-type]
+    with (
+        Index.open(index.path, device="cpu", use_faiss=False) as torch_alone,
+        pytest.raises(InvalidArgumentError, match="torch alone"),
+    ):
+        torch_alone.top_k("fc", queries, 3, strategy="flat")
+
+
 def test_most_rows_are_never_read(index: Index, arrays: dict[str, np.ndarray]) -> None:
-    scanned = []
+    with counted_rows() as scanned:
+        index.top_k("fc", arrays["queries"][:1], 10)
+    assert sum(scanned) < 0.1 * len(arrays["keys"])
+
+
+@contextmanager
+def counted_rows() -> Iterator[list[int]]:
+    """How many rows each scan of a shard reads."""
+    scanned: list[int] = []
     original = engine_topk.Scan._scan
 
     def counting(self: engine_topk.Scan, shard: Shard, selected: np.ndarray, *rest: object) -> None:
@@ -123,8 +166,7 @@ def test_most_rows_are_never_read(index: Index, arrays: dict[str, np.ndarray]) -
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_topk.Scan, "_scan", counting)
-        index.top_k("fc", arrays["queries"][:1], 10)
-    assert sum(scanned) < 0.1 * len(arrays["keys"])
+        yield scanned
 
 
 def test_isotropic_keys_fall_back(tmp_path: Path) -> None:

@@ -52,6 +52,16 @@ class RankBy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     RANK_BY_UNSPECIFIED: _ClassVar[RankBy]
     RANK_BY_WEIGHT: _ClassVar[RankBy]
     RANK_BY_CONTRIBUTION: _ClassVar[RankBy]
+
+class Strategy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    STRATEGY_UNSPECIFIED: _ClassVar[Strategy]
+    STRATEGY_SCAN: _ClassVar[Strategy]
+    STRATEGY_FLAT: _ClassVar[Strategy]
+    STRATEGY_CERTIFIED: _ClassVar[Strategy]
+    STRATEGY_KEY_SUMS: _ClassVar[Strategy]
+    STRATEGY_DISTINCT_KEYS: _ClassVar[Strategy]
+    STRATEGY_REBUILT: _ClassVar[Strategy]
 DATA_TYPE_UNSPECIFIED: DataType
 DATA_TYPE_FLOAT32: DataType
 DATA_TYPE_FLOAT64: DataType
@@ -81,6 +91,13 @@ ORDER_ABSOLUTE: Order
 RANK_BY_UNSPECIFIED: RankBy
 RANK_BY_WEIGHT: RankBy
 RANK_BY_CONTRIBUTION: RankBy
+STRATEGY_UNSPECIFIED: Strategy
+STRATEGY_SCAN: Strategy
+STRATEGY_FLAT: Strategy
+STRATEGY_CERTIFIED: Strategy
+STRATEGY_KEY_SUMS: Strategy
+STRATEGY_DISTINCT_KEYS: Strategy
+STRATEGY_REBUILT: Strategy
 
 class Tensor(_message.Message):
     __slots__ = ("dtype", "shape", "data")
@@ -258,8 +275,26 @@ class IndexInfo(_message.Message):
     layers: _containers.RepeatedCompositeFieldContainer[LayerInfo]
     def __init__(self, name: _Optional[str] = ..., health: _Optional[_Union[Health, str]] = ..., health_reason: _Optional[str] = ..., steps: _Optional[int] = ..., optimizer: _Optional[str] = ..., layers: _Optional[_Iterable[_Union[LayerInfo, _Mapping]]] = ...) -> None: ...
 
+class Plan(_message.Message):
+    __slots__ = ("strategy", "reason", "costs")
+    STRATEGY_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    COSTS_FIELD_NUMBER: _ClassVar[int]
+    strategy: Strategy
+    reason: str
+    costs: _containers.RepeatedCompositeFieldContainer[PlanCost]
+    def __init__(self, strategy: _Optional[_Union[Strategy, str]] = ..., reason: _Optional[str] = ..., costs: _Optional[_Iterable[_Union[PlanCost, _Mapping]]] = ...) -> None: ...
+
+class PlanCost(_message.Message):
+    __slots__ = ("strategy", "seconds")
+    STRATEGY_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    strategy: Strategy
+    seconds: float
+    def __init__(self, strategy: _Optional[_Union[Strategy, str]] = ..., seconds: _Optional[float] = ...) -> None: ...
+
 class TopKRequest(_message.Message):
-    __slots__ = ("index", "layer", "queries", "k", "where", "group_by", "order", "rank_by", "unit", "at_step")
+    __slots__ = ("index", "layer", "queries", "k", "where", "group_by", "order", "rank_by", "unit", "at_step", "distinct", "strategy", "explain_plan")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     LAYER_FIELD_NUMBER: _ClassVar[int]
     QUERIES_FIELD_NUMBER: _ClassVar[int]
@@ -270,6 +305,9 @@ class TopKRequest(_message.Message):
     RANK_BY_FIELD_NUMBER: _ClassVar[int]
     UNIT_FIELD_NUMBER: _ClassVar[int]
     AT_STEP_FIELD_NUMBER: _ClassVar[int]
+    DISTINCT_FIELD_NUMBER: _ClassVar[int]
+    STRATEGY_FIELD_NUMBER: _ClassVar[int]
+    EXPLAIN_PLAN_FIELD_NUMBER: _ClassVar[int]
     index: str
     layer: str
     queries: Tensor
@@ -280,81 +318,168 @@ class TopKRequest(_message.Message):
     rank_by: RankBy
     unit: int
     at_step: int
-    def __init__(self, index: _Optional[str] = ..., layer: _Optional[str] = ..., queries: _Optional[_Union[Tensor, _Mapping]] = ..., k: _Optional[int] = ..., where: _Optional[_Union[Filter, _Mapping]] = ..., group_by: _Optional[str] = ..., order: _Optional[_Union[Order, str]] = ..., rank_by: _Optional[_Union[RankBy, str]] = ..., unit: _Optional[int] = ..., at_step: _Optional[int] = ...) -> None: ...
+    distinct: str
+    strategy: Strategy
+    explain_plan: bool
+    def __init__(self, index: _Optional[str] = ..., layer: _Optional[str] = ..., queries: _Optional[_Union[Tensor, _Mapping]] = ..., k: _Optional[int] = ..., where: _Optional[_Union[Filter, _Mapping]] = ..., group_by: _Optional[str] = ..., order: _Optional[_Union[Order, str]] = ..., rank_by: _Optional[_Union[RankBy, str]] = ..., unit: _Optional[int] = ..., at_step: _Optional[int] = ..., distinct: _Optional[str] = ..., strategy: _Optional[_Union[Strategy, str]] = ..., explain_plan: bool = ...) -> None: ...
 
 class TopKResponse(_message.Message):
-    __slots__ = ("rows", "scores", "columns", "groups", "coverage")
+    __slots__ = ("rows", "scores", "columns", "groups", "coverage", "counts", "plan")
     ROWS_FIELD_NUMBER: _ClassVar[int]
     SCORES_FIELD_NUMBER: _ClassVar[int]
     COLUMNS_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     COVERAGE_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
     rows: Tensor
     scores: Tensor
     columns: _containers.RepeatedCompositeFieldContainer[Column]
     groups: Column
     coverage: Coverage
-    def __init__(self, rows: _Optional[_Union[Tensor, _Mapping]] = ..., scores: _Optional[_Union[Tensor, _Mapping]] = ..., columns: _Optional[_Iterable[_Union[Column, _Mapping]]] = ..., groups: _Optional[_Union[Column, _Mapping]] = ..., coverage: _Optional[_Union[Coverage, _Mapping]] = ...) -> None: ...
+    counts: Tensor
+    plan: Plan
+    def __init__(self, rows: _Optional[_Union[Tensor, _Mapping]] = ..., scores: _Optional[_Union[Tensor, _Mapping]] = ..., columns: _Optional[_Iterable[_Union[Column, _Mapping]]] = ..., groups: _Optional[_Union[Column, _Mapping]] = ..., coverage: _Optional[_Union[Coverage, _Mapping]] = ..., counts: _Optional[_Union[Tensor, _Mapping]] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ...) -> None: ...
 
 class SumsRequest(_message.Message):
-    __slots__ = ("index", "layer", "queries", "group_by", "absolute", "where")
+    __slots__ = ("index", "layer", "queries", "group_by", "absolute", "where", "bins", "strategy", "explain_plan")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     LAYER_FIELD_NUMBER: _ClassVar[int]
     QUERIES_FIELD_NUMBER: _ClassVar[int]
     GROUP_BY_FIELD_NUMBER: _ClassVar[int]
     ABSOLUTE_FIELD_NUMBER: _ClassVar[int]
     WHERE_FIELD_NUMBER: _ClassVar[int]
+    BINS_FIELD_NUMBER: _ClassVar[int]
+    STRATEGY_FIELD_NUMBER: _ClassVar[int]
+    EXPLAIN_PLAN_FIELD_NUMBER: _ClassVar[int]
     index: str
     layer: str
     queries: Tensor
     group_by: str
     absolute: bool
     where: Filter
-    def __init__(self, index: _Optional[str] = ..., layer: _Optional[str] = ..., queries: _Optional[_Union[Tensor, _Mapping]] = ..., group_by: _Optional[str] = ..., absolute: bool = ..., where: _Optional[_Union[Filter, _Mapping]] = ...) -> None: ...
+    bins: _containers.RepeatedScalarFieldContainer[float]
+    strategy: Strategy
+    explain_plan: bool
+    def __init__(self, index: _Optional[str] = ..., layer: _Optional[str] = ..., queries: _Optional[_Union[Tensor, _Mapping]] = ..., group_by: _Optional[str] = ..., absolute: bool = ..., where: _Optional[_Union[Filter, _Mapping]] = ..., bins: _Optional[_Iterable[float]] = ..., strategy: _Optional[_Union[Strategy, str]] = ..., explain_plan: bool = ...) -> None: ...
 
 class SumsResponse(_message.Message):
-    __slots__ = ("groups", "values", "counts", "coverage")
+    __slots__ = ("groups", "values", "counts", "coverage", "plan")
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     VALUES_FIELD_NUMBER: _ClassVar[int]
     COUNTS_FIELD_NUMBER: _ClassVar[int]
     COVERAGE_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
     groups: Column
     values: Tensor
     counts: Tensor
     coverage: Coverage
-    def __init__(self, groups: _Optional[_Union[Column, _Mapping]] = ..., values: _Optional[_Union[Tensor, _Mapping]] = ..., counts: _Optional[_Union[Tensor, _Mapping]] = ..., coverage: _Optional[_Union[Coverage, _Mapping]] = ...) -> None: ...
+    plan: Plan
+    def __init__(self, groups: _Optional[_Union[Column, _Mapping]] = ..., values: _Optional[_Union[Tensor, _Mapping]] = ..., counts: _Optional[_Union[Tensor, _Mapping]] = ..., coverage: _Optional[_Union[Coverage, _Mapping]] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ...) -> None: ...
 
 class DualOutputRequest(_message.Message):
-    __slots__ = ("index", "layer", "queries", "where", "at_step", "group_by")
+    __slots__ = ("index", "layer", "queries", "where", "at_step", "group_by", "strategy", "explain_plan")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     LAYER_FIELD_NUMBER: _ClassVar[int]
     QUERIES_FIELD_NUMBER: _ClassVar[int]
     WHERE_FIELD_NUMBER: _ClassVar[int]
     AT_STEP_FIELD_NUMBER: _ClassVar[int]
     GROUP_BY_FIELD_NUMBER: _ClassVar[int]
+    STRATEGY_FIELD_NUMBER: _ClassVar[int]
+    EXPLAIN_PLAN_FIELD_NUMBER: _ClassVar[int]
     index: str
     layer: str
     queries: Tensor
     where: Filter
     at_step: int
     group_by: str
-    def __init__(self, index: _Optional[str] = ..., layer: _Optional[str] = ..., queries: _Optional[_Union[Tensor, _Mapping]] = ..., where: _Optional[_Union[Filter, _Mapping]] = ..., at_step: _Optional[int] = ..., group_by: _Optional[str] = ...) -> None: ...
+    strategy: Strategy
+    explain_plan: bool
+    def __init__(self, index: _Optional[str] = ..., layer: _Optional[str] = ..., queries: _Optional[_Union[Tensor, _Mapping]] = ..., where: _Optional[_Union[Filter, _Mapping]] = ..., at_step: _Optional[int] = ..., group_by: _Optional[str] = ..., strategy: _Optional[_Union[Strategy, str]] = ..., explain_plan: bool = ...) -> None: ...
 
 class DualOutputResponse(_message.Message):
-    __slots__ = ("values", "initial", "trained", "groups", "counts", "coverage")
+    __slots__ = ("values", "initial", "trained", "groups", "counts", "coverage", "residual", "plan")
     VALUES_FIELD_NUMBER: _ClassVar[int]
     INITIAL_FIELD_NUMBER: _ClassVar[int]
     TRAINED_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     COUNTS_FIELD_NUMBER: _ClassVar[int]
     COVERAGE_FIELD_NUMBER: _ClassVar[int]
+    RESIDUAL_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
     values: Tensor
     initial: Tensor
     trained: Tensor
     groups: Column
     counts: Tensor
     coverage: Coverage
-    def __init__(self, values: _Optional[_Union[Tensor, _Mapping]] = ..., initial: _Optional[_Union[Tensor, _Mapping]] = ..., trained: _Optional[_Union[Tensor, _Mapping]] = ..., groups: _Optional[_Union[Column, _Mapping]] = ..., counts: _Optional[_Union[Tensor, _Mapping]] = ..., coverage: _Optional[_Union[Coverage, _Mapping]] = ...) -> None: ...
+    residual: Tensor
+    plan: Plan
+    def __init__(self, values: _Optional[_Union[Tensor, _Mapping]] = ..., initial: _Optional[_Union[Tensor, _Mapping]] = ..., trained: _Optional[_Union[Tensor, _Mapping]] = ..., groups: _Optional[_Union[Column, _Mapping]] = ..., counts: _Optional[_Union[Tensor, _Mapping]] = ..., coverage: _Optional[_Union[Coverage, _Mapping]] = ..., residual: _Optional[_Union[Tensor, _Mapping]] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ...) -> None: ...
+
+class ExplainLayer(_message.Message):
+    __slots__ = ("layer", "queries")
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    QUERIES_FIELD_NUMBER: _ClassVar[int]
+    layer: str
+    queries: Tensor
+    def __init__(self, layer: _Optional[str] = ..., queries: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
+
+class ExplainRequest(_message.Message):
+    __slots__ = ("index", "layers", "where", "k", "order", "group_by", "absolute", "output")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    WHERE_FIELD_NUMBER: _ClassVar[int]
+    K_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
+    GROUP_BY_FIELD_NUMBER: _ClassVar[int]
+    ABSOLUTE_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    index: str
+    layers: _containers.RepeatedCompositeFieldContainer[ExplainLayer]
+    where: Filter
+    k: int
+    order: Order
+    group_by: str
+    absolute: bool
+    output: bool
+    def __init__(self, index: _Optional[str] = ..., layers: _Optional[_Iterable[_Union[ExplainLayer, _Mapping]]] = ..., where: _Optional[_Union[Filter, _Mapping]] = ..., k: _Optional[int] = ..., order: _Optional[_Union[Order, str]] = ..., group_by: _Optional[str] = ..., absolute: bool = ..., output: bool = ...) -> None: ...
+
+class ExplainedLayer(_message.Message):
+    __slots__ = ("layer", "top_k", "sums", "output")
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    SUMS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    layer: str
+    top_k: TopKResponse
+    sums: SumsResponse
+    output: DualOutputResponse
+    def __init__(self, layer: _Optional[str] = ..., top_k: _Optional[_Union[TopKResponse, _Mapping]] = ..., sums: _Optional[_Union[SumsResponse, _Mapping]] = ..., output: _Optional[_Union[DualOutputResponse, _Mapping]] = ...) -> None: ...
+
+class ExplainResponse(_message.Message):
+    __slots__ = ("layers",)
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    layers: _containers.RepeatedCompositeFieldContainer[ExplainedLayer]
+    def __init__(self, layers: _Optional[_Iterable[_Union[ExplainedLayer, _Mapping]]] = ...) -> None: ...
+
+class StreamWeightsRequest(_message.Message):
+    __slots__ = ("index", "layer", "queries")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    QUERIES_FIELD_NUMBER: _ClassVar[int]
+    index: str
+    layer: str
+    queries: Tensor
+    def __init__(self, index: _Optional[str] = ..., layer: _Optional[str] = ..., queries: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
+
+class StreamWeightsResponse(_message.Message):
+    __slots__ = ("start", "weights")
+    START_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    start: int
+    weights: Tensor
+    def __init__(self, start: _Optional[int] = ..., weights: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
 
 class GetExamplesRequest(_message.Message):
     __slots__ = ("index", "ids")

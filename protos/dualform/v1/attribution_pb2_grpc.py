@@ -39,6 +39,16 @@ class AttributionServiceStub(object):
                 request_serializer=dualform_dot_v1_dot_attribution__pb2.DualOutputRequest.SerializeToString,
                 response_deserializer=dualform_dot_v1_dot_attribution__pb2.DualOutputResponse.FromString,
                 )
+        self.Explain = channel.unary_unary(
+                '/dualform.v1.AttributionService/Explain',
+                request_serializer=dualform_dot_v1_dot_attribution__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=dualform_dot_v1_dot_attribution__pb2.ExplainResponse.FromString,
+                )
+        self.StreamWeights = channel.unary_stream(
+                '/dualform.v1.AttributionService/StreamWeights',
+                request_serializer=dualform_dot_v1_dot_attribution__pb2.StreamWeightsRequest.SerializeToString,
+                response_deserializer=dualform_dot_v1_dot_attribution__pb2.StreamWeightsResponse.FromString,
+                )
         self.GetExamples = channel.unary_unary(
                 '/dualform.v1.AttributionService/GetExamples',
                 request_serializer=dualform_dot_v1_dot_attribution__pb2.GetExamplesRequest.SerializeToString,
@@ -85,6 +95,20 @@ class AttributionServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Explain(self, request, context):
+        """Several of the above for several layers, each layer's memory read once.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StreamWeights(self, request, context):
+        """Every attention weight, in row order, in chunks.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetExamples(self, request, context):
         """Payloads (PNG bytes, text) by example id.
         """
@@ -119,6 +143,16 @@ def add_AttributionServiceServicer_to_server(servicer, server):
                     servicer.DualOutput,
                     request_deserializer=dualform_dot_v1_dot_attribution__pb2.DualOutputRequest.FromString,
                     response_serializer=dualform_dot_v1_dot_attribution__pb2.DualOutputResponse.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=dualform_dot_v1_dot_attribution__pb2.ExplainRequest.FromString,
+                    response_serializer=dualform_dot_v1_dot_attribution__pb2.ExplainResponse.SerializeToString,
+            ),
+            'StreamWeights': grpc.unary_stream_rpc_method_handler(
+                    servicer.StreamWeights,
+                    request_deserializer=dualform_dot_v1_dot_attribution__pb2.StreamWeightsRequest.FromString,
+                    response_serializer=dualform_dot_v1_dot_attribution__pb2.StreamWeightsResponse.SerializeToString,
             ),
             'GetExamples': grpc.unary_unary_rpc_method_handler(
                     servicer.GetExamples,
@@ -217,6 +251,40 @@ class AttributionService(object):
         return grpc.experimental.unary_unary(request, target, '/dualform.v1.AttributionService/DualOutput',
             dualform_dot_v1_dot_attribution__pb2.DualOutputRequest.SerializeToString,
             dualform_dot_v1_dot_attribution__pb2.DualOutputResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/dualform.v1.AttributionService/Explain',
+            dualform_dot_v1_dot_attribution__pb2.ExplainRequest.SerializeToString,
+            dualform_dot_v1_dot_attribution__pb2.ExplainResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def StreamWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(request, target, '/dualform.v1.AttributionService/StreamWeights',
+            dualform_dot_v1_dot_attribution__pb2.StreamWeightsRequest.SerializeToString,
+            dualform_dot_v1_dot_attribution__pb2.StreamWeightsResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

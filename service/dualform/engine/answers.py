@@ -61,6 +61,8 @@ def top_k(
     queries, where = _question(request, limits)
     columns = index.layer(request.layer).columns
     per_row = 12 + sum(wire.COLUMN_BYTES[wire.column_type(kind)] for _, kind in columns)
+    if request.distinct:
+        per_row += 8
     groups = _group_count(index, request.layer, request.group_by)
     limits.check_answers(len(queries), groups * k * per_row, "with a smaller k")
     found = index.top_k(
@@ -73,6 +75,7 @@ def top_k(
         rank_by=_RANKS[request.rank_by],
         unit=request.unit if request.HasField("unit") else None,
         at_step=request.at_step if request.HasField("at_step") else None,
+        distinct=request.distinct or None,
         stop=stop,
     )
     return pb.TopKResponse(
@@ -81,6 +84,7 @@ def top_k(
         columns=[wire.encode_column(name, array) for name, array in found.columns.items()],
         groups=_groups(request.group_by, found.groups),
         coverage=_coverage(found.coverage),
+        counts=None if found.counts is None else wire.encode_tensor(found.counts),
     )
 
 
@@ -94,13 +98,17 @@ def sums(
         )
     queries, where = _question(request, limits)
     groups = _group_count(index, request.layer, request.group_by)
-    limits.check_answers(len(queries), groups * 8, "grouped by a column with fewer values")
+    remedy = "grouped by a column with fewer values"
+    if request.bins:
+        groups, remedy = len(request.bins), "with fewer bins"
+    limits.check_answers(len(queries), groups * 8, remedy)
     found = index.sums(
         request.layer,
         queries,
         request.group_by,
         absolute=request.absolute,
         where=where,
+        bins=list(request.bins) or None,
         stop=stop,
     )
     return pb.SumsResponse(

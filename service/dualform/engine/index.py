@@ -17,7 +17,10 @@ import torch
 from safetensors.numpy import load as load_safetensors
 
 from dualform.engine import output, sums, topk
+from dualform.engine.bins import binned
+from dualform.engine.candidates import Ranking
 from dualform.engine.contribution import Contribution
+from dualform.engine.distinct import Distinct
 from dualform.engine.errors import (
     DataLossError,
     FailedPreconditionError,
@@ -227,6 +230,7 @@ class Index:
         rank_by: RankBy = "weight",
         unit: int | None = None,
         at_step: int | None = None,
+        distinct: str | None = None,
         strategy: Strategy = "auto",
         stop: Stop | None = None,
     ) -> TopK:
@@ -242,9 +246,11 @@ class Index:
             rank_by: "weight", or "contribution": what a row added to one output unit.
             unit: The output unit, 0 to d_out - 1; with "contribution" alone.
             at_step: Contributions after so many steps; None for the trained layer. Likewise.
-            strategy: How rows are proposed, for tests and measurements; the answer is the same.
-                "certified" prunes by sketches, "flat" asks FAISS, "scan" multiplies tiles; each
-                falls back to the scan where it does not apply, "auto" from left to right.
+            distinct: A metadata column: of rows with the same value only the best counts; rows
+                without a value stand for themselves.
+            strategy: How rows are proposed; the answer is the same. "certified" prunes by
+                sketches, "flat" asks FAISS, "scan" multiplies tiles. One that does not apply is
+                refused; "auto" takes the first that does.
             stop: Asked between tiles.
         """
         own = self.layer(layer)
@@ -257,28 +263,24 @@ class Index:
             )
         contribution, end = self._contribution(own, rank_by, unit, at_step)
         grouping = None if group_by is None else own.space.grouping(group_by)
+        apart = None if distinct is None else Distinct.of(own.space.grouping(distinct, "distinct"))
+        ranking = Ranking(k, order, grouping, contribution, apart)
+        use_sketches, use_faiss = self._proposers(own, ranking, strategy)
         mask = own.space.select(where, before_step=end)
         with self._guarded():
-            scan = topk.Scan(
-                own,
-                query,
-                k,
-                order,
-                grouping,
-                contribution,
-                self._device,
-                strategy in ("auto", "certified"),
-                strategy in ("auto", "flat") and self._use_faiss,
-                stop,
-            )
+            scan = topk.Scan(own, query, ranking, self._device, use_sketches, use_faiss, stop)
             positions, scores = scan.run(mask & own.finite)
         shape = (len(query), k) if grouping is None else (len(query), len(grouping.values), k)
         found = positions >= 0
+        counts = None
+        if apart is not None:
+            counts = apart.counts(positions, mask, grouping).reshape(shape)
         ids = np.full(positions.shape, -1, np.int64)
         ids[found] = own.space.ids[positions[found]]
         return TopK(
             rows=ids.reshape(shape),
             scores=scores.reshape(shape),
+            counts=counts,
             groups=None if grouping is None else grouping.values,
             columns=own.space.take(positions.reshape(-1)),
             coverage=_coverage(own, mask),
@@ -292,6 +294,7 @@ class Index:
         *,
         absolute: bool = False,
         where: pb.Filter | None = None,
+        bins: Sequence[float] | None = None,
         stop: Stop | None = None,
     ) -> Sums:
         """Total attention weight, signed or absolute, per group.
@@ -304,15 +307,26 @@ class Index:
             group_by: A metadata column.
             absolute: Sum |weight|.
             where: Which rows take part; None for all.
+            bins: Ascending edges for a numeric column, as in numpy.histogram: group i holds
+                edges[i] <= value < edges[i + 1], the last one its upper edge too. Other rows take
+                no part; groups are called by their lower edges.
             stop: Asked between tiles.
         """
         own = self.layer(layer)
         query = _checked(queries, own.manifest)
         grouping = own.space.grouping(group_by)
         mask = own.space.select(where)
+        if bins is None:
+            runs, counts = own.space.run_codes(group_by), own.space.count(group_by, mask)
+        else:
+            grouping = binned(group_by, own.space.columns[group_by], bins)
+            mask = mask & (grouping.codes >= 0)
+            runs = own.space.codes_of_runs(grouping)
+            counts = np.bincount(grouping.codes[mask], minlength=len(bins) - 1).astype(np.int64)
         with self._guarded():
-            totals = sums.total_weights(own, query, group_by, absolute, mask, self._device, stop)
-        counts = own.space.count(group_by, mask)
+            totals = sums.total_weights(
+                own, query, grouping, runs, absolute, mask, self._device, stop
+            )
         return Sums(grouping.values, totals, counts, _coverage(own, mask))
 
     def dual_output(
@@ -489,6 +503,29 @@ class Index:
 
     def _state(self, entry: FileEntry) -> dict[str, np.ndarray]:
         return dict(load_safetensors(read_checked(self.path, entry, REBUILD)))
+
+    def _proposers(self, layer: Layer, ranking: Ranking, strategy: str) -> tuple[bool, bool]:
+        """Whether sketches and FAISS are used for a top-k."""
+        sketches = topk.sketches_apply(layer, ranking, self._device)
+        faiss = topk.faiss_applies(ranking, self._device)
+        if not self._use_faiss:
+            faiss = "this process scans with torch alone"
+        reasons = {"auto": None, "certified": sketches, "flat": faiss, "scan": None}
+        if strategy not in reasons:
+            raise InvalidArgumentError(
+                f"strategy is {strategy!r}; it is one of {', '.join(reasons)}", field="strategy"
+            )
+        reason = reasons[strategy]
+        if reason is not None:
+            raise InvalidArgumentError(
+                f"strategy {strategy!r} does not apply: {reason}; leave it out, and what does is "
+                "chosen",
+                field="strategy",
+            )
+        return (
+            strategy in ("auto", "certified") and sketches is None,
+            strategy in ("auto", "flat") and faiss is None,
+        )
 
     def _contribution(
         self, layer: Layer, rank_by: str, unit: int | None, at_step: int | None

@@ -33,6 +33,8 @@ class TopK:
         scores: float32, the same shape; NaN where fewer rows match.
         groups: [groups], ascending, null last; None without group_by.
         columns: Every metadata column of the rows, flattened row-major, null where padded.
+        counts: int64, the shape of rows: how many rows that took part share the row's value (in
+            its group); 0 where padded. None without distinct.
         coverage: Rows taken into account.
     """
 
@@ -41,6 +43,7 @@ class TopK:
     groups: pa.Array | None
     columns: Mapping[str, pa.Array]
     coverage: Coverage
+    counts: np.ndarray | None = None
 
 
 @dataclass(frozen=True)

@@ -75,8 +75,8 @@ class Rows:
         starts = runs(task, label, self.total)
         self.run_starts = np.union1d(starts, self.starts[:-1])
 
-    def grouping(self, column: str) -> Grouping:
-        """Group rows by a column.
+    def grouping(self, column: str, field: str = "group_by") -> Grouping:
+        """Group rows by a column, which the request named in this field.
 
         Raises:
             InvalidArgumentError: Unknown column.
@@ -84,7 +84,7 @@ class Rows:
         if column not in self.columns:
             raise InvalidArgumentError(
                 f"unknown column {column!r}; the columns are {', '.join(self.columns)}",
-                field="group_by",
+                field=field,
                 reason="UNKNOWN_COLUMN",
             )
         with self._lock:
@@ -114,10 +114,14 @@ class Rows:
         grouping = self.grouping(column)
         with self._lock:
             if column not in self._run_codes:
-                low = np.minimum.reduceat(grouping.codes, self.run_starts)
-                high = np.maximum.reduceat(grouping.codes, self.run_starts)
-                self._run_codes[column] = np.where(low == high, low, np.int32(-1))
+                self._run_codes[column] = self.codes_of_runs(grouping)
             return self._run_codes[column]
+
+    def codes_of_runs(self, grouping: Grouping) -> np.ndarray:
+        """Likewise of any grouping of the rows."""
+        low = np.minimum.reduceat(grouping.codes, self.run_starts)
+        high = np.maximum.reduceat(grouping.codes, self.run_starts)
+        return np.where(low == high, low, np.int32(-1))
 
     def take(self, positions: np.ndarray) -> dict[str, pa.Array]:
         """Every column at these positions [n]; null where a position is negative."""

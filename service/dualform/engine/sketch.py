@@ -62,13 +62,35 @@ class SketchedQueries:
         return bounds.add_(torch.nextafter(allowance, torch.tensor(torch.inf)))
 
 
-def best_rows(bounds: torch.Tensor, k: int, selected: np.ndarray) -> np.ndarray:
-    """The selected rows, bool [rows], with the k largest bounds of any query: bool [rows]."""
+def best_rows(
+    bounds: torch.Tensor, k: int, selected: np.ndarray, distinct: np.ndarray | None
+) -> np.ndarray:
+    """The selected rows with the k largest bounds of any query.
+
+    Args:
+        bounds: float32 [n, rows].
+        k: How many; with `distinct`, of how many different values.
+        selected: bool [rows].
+        distinct: int64 [rows], equal where rows stand for the same; or None.
+
+    Returns:
+        bool [rows].
+    """
     found = np.zeros(len(selected), bool)
     inside = np.flatnonzero(selected)
-    if len(inside) <= k:
-        found[inside] = True
-        return found
+    wanted = k
     own = bounds if len(inside) == len(selected) else bounds[:, torch.from_numpy(inside)]
-    found[inside[np.unique(own.topk(k, dim=1).indices.numpy())]] = True
+    while k < len(inside):
+        rows = inside[own.topk(k, dim=1).indices.numpy()]
+        if distinct is None or _fewest(distinct[rows]) >= wanted:
+            found[np.unique(rows)] = True
+            return found
+        k *= 4
+    found[inside] = True
     return found
+
+
+def _fewest(codes: np.ndarray) -> int:
+    """The number of different codes, int64 [n, k], in the row that has fewest."""
+    ordered = np.sort(codes, axis=1)
+    return 1 + int((ordered[:, 1:] != ordered[:, :-1]).sum(axis=1).min())

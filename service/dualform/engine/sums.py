@@ -66,19 +66,33 @@ class GroupSum:
 def total_weights(
     layer: Layer,
     queries: torch.Tensor,
-    group_by: str,
+    grouping: Grouping,
+    run_codes: np.ndarray,
     absolute: bool,
     selected: np.ndarray,
     device: torch.device,
     stop: Stop | None,
 ) -> np.ndarray:
-    """Sums of the selected rows, bool [total]; float64 [n, groups]."""
-    grouping = layer.space.grouping(group_by)
+    """Total attention weights.
+
+    Args:
+        layer: Whose rows.
+        queries: float32 [n, d_in].
+        grouping: The groups.
+        run_codes: int32 [runs], the group of each run's rows; negative where they differ.
+        absolute: Add |weight|.
+        selected: bool [total], the rows that take part, each in some group.
+        device: Where tiles are multiplied.
+        stop: Asked between tiles.
+
+    Returns:
+        float64 [n, groups].
+    """
     total = GroupSum(len(queries), grouping, absolute, device)
     run_sums = layer.run_sums
     signless = layer.nonnegative and bool((queries >= 0).all())
     if run_sums is not None and (signless or not absolute):
-        codes, whole = layer.space.run_codes(group_by), np.array(True)
+        codes, whole = run_codes, np.array(True)
         if selected is not layer.space.everything:
             whole = np.logical_and.reduceat(selected, layer.space.run_starts)
         usable = (codes >= 0) & whole

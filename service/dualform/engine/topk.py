@@ -1,40 +1,58 @@
 """Top-k by attention weight or contribution: proposed in float32, answered by exact score.
 
-FAISS, or a scan over tiles, proposes every row whose float32 score could belong to the k best,
-given how far such a score can be from the exact one. Proposals are then scored exactly and ordered
-by (score, row id). So the answer depends on neither the order of summation, nor on shards, tiles,
-batches, threads or devices.
-
-Inside, a row's *merit* is what "best" means: its score, the negated score, or the absolute score.
-docs/exactness.md has the rules.
+FAISS, sketches, or a scan over tiles propose every row whose float32 score could belong to the k
+best, given how far such a score can be from the exact one. Proposals are then scored exactly and
+ordered by (score, row id). So the answer depends on neither the order of summation, nor on shards,
+tiles, batches, threads, devices or strategies.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from dualform.engine import flat
-from dualform.engine.contribution import Contribution
-from dualform.engine.exact import ExactDots, error_bound
+from dualform.engine.candidates import Candidates, Ranking, merit
 from dualform.engine.shards import Shard, Stop
 from dualform.engine.sketch import SketchedQueries, best_rows
 from dualform.engine.weights import needs_float64, tile_weights
-from dualform.store.grouping import Grouping
 
 if TYPE_CHECKING:
     from dualform.engine.index import Layer
 
 _QUERY_BLOCK = 256
-_RESCORE_ROWS = 4096
-_COMPRESS_AT = 1 << 17
 _FAISS_SLACK = 32
 _PRUNES_BADLY = 0.5
-_FLOAT32_MAX = float(np.finfo(np.float32).max)
-_FLOAT32_TINY = 2.0**-149
+# With more groups than this in a shard, finding each one's best rows by sketch costs too much.
+_SEEDED_GROUPS = 64
+
+
+def sketches_apply(layer: Layer, ranking: Ranking, device: torch.device) -> str | None:
+    """Why sketches can't answer this question; None where they can."""
+    if layer.directions is None:
+        return f"layer {layer.name!r} has no sketches"
+    if ranking.contribution is not None:
+        return "sketches bound attention weights, not contributions"
+    return None if device.type == "cpu" else "sketches are read on the CPU alone"
+
+
+def faiss_applies(ranking: Ranking, device: torch.device) -> str | None:
+    """Why FAISS can't answer this question; None where it can."""
+    for given, what in (
+        (ranking.grouping, "group_by"),
+        (ranking.contribution, "contributions"),
+        (ranking.distinct, "distinct"),
+    ):
+        if given is not None:
+            return f"FAISS proposes rows by weight, without {what}"
+    if ranking.order == "absolute":
+        return "FAISS knows no absolute order"
+    if device.type != "cpu":
+        return "FAISS searches on the CPU alone"
+    most = flat.MAX_K - _FAISS_SLACK
+    return None if ranking.k <= most else f"k is {ranking.k:,}; FAISS is asked for at most {most:,}"
 
 
 class Scan:
@@ -43,13 +61,10 @@ class Scan:
     Args:
         layer: Whose memory.
         queries: float32 [n, d_in], finite.
-        k: Rows per query (and group).
-        order: "largest", "smallest" or "absolute".
-        grouping: Rank inside each of these groups, or None.
-        contribution: Rank by contribution to one output unit; None for the attention weight.
+        ranking: What is ranked.
         device: Where tiles are multiplied.
-        use_sketches: Let sketches rule rows out where there are any.
-        use_faiss: Let FAISS propose where whole shards take part.
+        use_sketches: Let sketches rule rows out, until they prune badly; where they apply.
+        use_faiss: Let FAISS propose where whole shards take part; where it applies.
         stop: Asked between tiles.
     """
 
@@ -57,10 +72,7 @@ class Scan:
         self,
         layer: Layer,
         queries: torch.Tensor,
-        k: int,
-        order: str,
-        grouping: Grouping | None,
-        contribution: Contribution | None,
+        ranking: Ranking,
         device: torch.device,
         use_sketches: bool,
         use_faiss: bool,
@@ -68,26 +80,11 @@ class Scan:
     ) -> None:
         self._layer = layer
         self._queries = queries
-        self._k = k
-        self._order = order
-        self._grouping = grouping
-        self._contribution = contribution
+        self._ranking = ranking
         self._device = device
+        self._use_sketches = use_sketches
+        self._use_faiss = use_faiss
         self._stop = stop
-        self._use_sketches = (
-            use_sketches
-            and layer.directions is not None
-            and contribution is None
-            and device.type == "cpu"
-        )
-        self._use_faiss = (
-            use_faiss
-            and grouping is None
-            and contribution is None
-            and order != "absolute"
-            and device.type == "cpu"
-            and k + _FAISS_SLACK <= flat.MAX_K
-        )
 
     def run(self, selected: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Answer over the selected rows, bool [total], none of them with a key that is not finite.
@@ -106,9 +103,8 @@ class Scan:
     def _run_block(
         self, queries: torch.Tensor, selected: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        best = Candidates(
-            self._layer, queries, self._k, self._order, self._grouping, self._contribution
-        )
+        ranking = self._ranking
+        best = Candidates(self._layer, queries, ranking)
         proposed: list[tuple[Shard, np.ndarray]] = []
         sketched = self._sketched(queries)
         for shard in self._layer.shards:
@@ -118,8 +114,8 @@ class Scan:
                 if kept > _PRUNES_BADLY * np.count_nonzero(own):
                     sketched = None
             elif self._use_faiss and own.all() and not needs_float64(best.query_norms, shard):
-                signed = -queries if self._order == "smallest" else queries
-                merits, inside = flat.search(shard, signed, self._k + _FAISS_SLACK, self._stop)
+                signed = -queries if ranking.order == "smallest" else queries
+                merits, inside = flat.search(shard, signed, ranking.k + _FAISS_SLACK, self._stop)
                 best.add_matrix(merits, inside + shard.start)
                 proposed.append((shard, merits[:, -1]))
             else:
@@ -127,7 +123,7 @@ class Scan:
         for shard, last in proposed:
             # What FAISS left out is no better than its last proposal.
             unsure = np.flatnonzero(last + best.error >= best.limits()[:, 0])
-            if shard.rows > self._k + _FAISS_SLACK and unsure.size:
+            if shard.rows > ranking.k + _FAISS_SLACK and unsure.size:
                 best.forget(unsure, shard)
                 everything = np.ones(shard.rows, bool)
                 self._scan(shard, everything, queries, best, unsure)
@@ -138,7 +134,7 @@ class Scan:
         directions = self._layer.directions
         if directions is None or not self._use_sketches:
             return None
-        return SketchedQueries(queries, directions, self._order)
+        return SketchedQueries(queries, directions, self._ranking.order)
 
     def _scan_pruned(
         self,
@@ -151,14 +147,30 @@ class Scan:
         """Propose the rows of a shard that their sketches can't rule out; how many these were."""
         assert shard.sketch is not None
         bounds = sketched.bounds(shard, shard.sketch.rows())
-        done = np.zeros(shard.rows, bool)
-        if self._grouping is None and np.isinf(best.limits()).any():
-            # Without limits nothing can be ruled out: score the most promising rows first.
-            done = best_rows(bounds, self._k, selected)
-            self._scan(shard, done, queries, best)
+        done = self._promising(shard, selected, bounds, best)
+        self._scan(shard, done, queries, best)
         kept = best.possible(bounds, shard, selected & ~done)
         self._scan(shard, kept, queries, best)
         return int(np.count_nonzero(kept))
+
+    def _promising(
+        self, shard: Shard, selected: np.ndarray, bounds: torch.Tensor, best: Candidates
+    ) -> np.ndarray:
+        """The rows to score first, bool [rows]: without limits nothing can be ruled out."""
+        found = np.zeros(shard.rows, bool)
+        unlimited = np.flatnonzero(np.isinf(best.limits()).any(axis=0))
+        ranking, own = self._ranking, slice(shard.start, shard.start + shard.rows)
+        distinct = None if ranking.distinct is None else ranking.distinct.codes[own]
+        if ranking.grouping is None:
+            if unlimited.size:
+                found = best_rows(bounds, ranking.k, selected, distinct)
+            return found
+        codes = ranking.grouping.codes[own]
+        present = np.intersect1d(unlimited, codes[selected])
+        if len(present) <= _SEEDED_GROUPS:
+            for group in present:
+                found |= best_rows(bounds, ranking.k, selected & (codes == group), distinct)
+        return found
 
     def _scan(
         self,
@@ -174,7 +186,7 @@ class Scan:
         error = torch.from_numpy(best.error if which is None else best.error[which])
         error = error[:, None].to(self._device)
         wide = needs_float64(best.query_norms, shard)
-        part = self._contribution
+        part = self._ranking.contribution
         tiles = shard.tiles(
             selected, len(own), values=part is not None, device=self._device, stop=self._stop
         )
@@ -185,230 +197,4 @@ class Scan:
                 scores, errors = part.of_tile(
                     self._layer, tile.positions, scores, error, tile.values
                 )
-            best.add_tile(_merit(scores, self._order), errors, tile.positions, which)
-
-
-class Candidates:
-    """The rows that may still be among the k best of each query and group.
-
-    Args:
-        layer: Whose rows.
-        queries: float32 [n, d_in].
-        k: Rows per query and group.
-        order: "largest", "smallest" or "absolute".
-        grouping: Groups, or None for a single one.
-        contribution: What scores are; None for attention weights.
-
-    Attributes:
-        query_norms: float64 [n], Euclidean.
-        error: float64 [n], how far a float32 attention weight can be from the exact one.
-    """
-
-    def __init__(
-        self,
-        layer: Layer,
-        queries: torch.Tensor,
-        k: int,
-        order: str,
-        grouping: Grouping | None,
-        contribution: Contribution | None,
-    ) -> None:
-        self._layer = layer
-        self._queries = queries
-        self._k = k
-        self._order = order
-        self._contribution = contribution
-        self._codes = None if grouping is None else grouping.codes
-        self._groups = 1 if grouping is None else len(grouping.values)
-        self.query_norms = torch.linalg.vector_norm(queries.double(), dim=1)
-        longest = max((shard.max_norm for shard in layer.shards), default=0.0)
-        self.error = error_bound(queries.shape[1], self.query_norms, longest).numpy()
-        self._limits = np.full(len(queries) * self._groups, -np.inf)
-        self._parts = [_Part.empty()]
-        self._pending = 0
-        self._compress_at = _COMPRESS_AT
-
-    def limits(self) -> np.ndarray:
-        """Merits that are surely below these are not among the k best, float64 [n, groups]."""
-        self._compress()
-        return self._limits.reshape(-1, self._groups)
-
-    def possible(self, bounds: torch.Tensor, shard: Shard, selected: np.ndarray) -> np.ndarray:
-        """Which of a shard's selected rows may matter to some query.
-
-        Args:
-            bounds: float32 [n, rows], upper bounds of merits.
-            shard: Whose rows.
-            selected: bool [rows].
-
-        Returns:
-            bool [rows].
-        """
-        limits = self.limits()
-        if self._codes is not None:
-            limits = limits[:, self._codes[shard.start : shard.start + shard.rows]]
-        threshold = torch.nextafter(torch.from_numpy(limits).float(), torch.tensor(-torch.inf))
-        return np.asarray((bounds >= threshold).any(dim=0).numpy() & selected)
-
-    def add_matrix(self, merits: np.ndarray, positions: np.ndarray) -> None:
-        """Take proposals by weight, float32 and int64 [n, m], of a single group."""
-        cells = np.repeat(np.arange(len(merits)), merits.shape[1])
-        wide = merits.reshape(-1).astype(np.float64)
-        self._add(_Part(cells, wide, self.error[cells], positions.reshape(-1)))
-
-    def add_tile(
-        self,
-        merits: torch.Tensor,
-        errors: torch.Tensor,
-        positions: np.ndarray,
-        which: np.ndarray | None,
-    ) -> None:
-        """Take the rows of a tile that may matter.
-
-        Args:
-            merits: [n, rows].
-            errors: float64 [n, 1] or [n, rows], bounds of the merits' errors.
-            positions: int64 [rows].
-            which: The queries that the merits belong to, int64 [n]; None for all.
-        """
-        limits = self._limits.reshape(-1, self._groups)
-        if which is not None:
-            limits = limits[which]
-        if self._codes is not None:
-            limits = limits[:, self._codes[positions]]
-        threshold = torch.from_numpy(limits).to(merits.device) - errors
-        if merits.dtype == torch.float32:
-            threshold = torch.nextafter(threshold.float(), torch.tensor(-torch.inf))
-        query, row = torch.nonzero(merits >= threshold, as_tuple=True)
-        if not len(query):
-            return
-        found = merits[query, row].double().cpu().numpy()
-        found_errors = errors.expand(merits.shape)[query, row].cpu().numpy()
-        queries, own = query.cpu().numpy(), positions[row.cpu().numpy()]
-        if which is not None:
-            queries = which[queries]
-        cells = queries * self._groups
-        if self._codes is not None:
-            cells += self._codes[own]
-        self._add(_Part(cells, found, found_errors, own))
-        if self._pending >= self._compress_at:
-            self._compress()
-            self._compress_at = max(_COMPRESS_AT, 2 * self._pending)
-
-    def forget(self, queries: np.ndarray, shard: Shard) -> None:
-        """Drop what these queries were offered from a shard, before it is scanned instead."""
-        part = self._joined()
-        inside = (part.positions >= shard.start) & (part.positions < shard.start + shard.rows)
-        self._replace(part.where(~(inside & np.isin(part.cells, queries))))
-
-    def result(self) -> tuple[np.ndarray, np.ndarray]:
-        """Positions, int64 [n * groups, k], and exact scores, float32; padded with -1 and NaN."""
-        self._compress()
-        part = self._joined()
-        scores = self._exact(part)
-        order, rank = self._ranked(part, scores)
-        keep = order[rank < self._k]
-        own_cells, own_rank = part.cells[keep], rank[rank < self._k]
-        out_positions = np.full((len(self._limits), self._k), -1, np.int64)
-        out_scores = np.full((len(self._limits), self._k), np.nan, np.float32)
-        out_positions[own_cells, own_rank] = part.positions[keep]
-        out_scores[own_cells, own_rank] = scores[keep]
-        return out_positions, out_scores
-
-    def _add(self, part: _Part) -> None:
-        self._parts.append(part)
-        self._pending += len(part.cells)
-
-    def _joined(self) -> _Part:
-        if len(self._parts) > 1:
-            self._parts = [_Part.join(self._parts)]
-        return self._parts[0]
-
-    def _replace(self, part: _Part) -> None:
-        self._parts = [part]
-        self._pending = len(part.cells)
-
-    def _compress(self) -> None:
-        """Raise the limits to what the candidates so far prove, and drop what lies below."""
-        part = self._joined()
-        lows = part.merits - part.errors
-        order = np.lexsort((-lows, part.cells))
-        starts = np.searchsorted(part.cells[order], np.arange(len(self._limits) + 1))
-        full = np.flatnonzero(np.diff(starts) >= self._k)
-        kth = lows[order[starts[full] + self._k - 1]]
-        # Beyond float32's range scores are infinite, and ids decide; as they do where scores
-        # round to the same float32.
-        kth = np.where(kth < -_FLOAT32_MAX, -np.inf, np.minimum(kth, _FLOAT32_MAX))
-        self._limits[full] = kth - np.abs(kth) * 2.0**-22 - _FLOAT32_TINY
-        part = part.where(part.merits + part.errors >= self._limits[part.cells])
-        counts = np.bincount(part.cells, minlength=len(self._limits))
-        self._replace(part)
-        # Far more candidates than k are ties, which only exact scores and ids resolve.
-        crowded = np.flatnonzero(counts > 2 * self._k + _RESCORE_ROWS)
-        if crowded.size:
-            self._resolve(crowded)
-
-    def _resolve(self, crowded: np.ndarray) -> None:
-        """Cut crowded cells down to their k best rows by exact score."""
-        part = self._joined()
-        keep = np.ones(len(part.cells), bool)
-        for cell in crowded:
-            own = np.flatnonzero(part.cells == cell)
-            order, rank = self._ranked(part.where(own), self._exact(part.where(own)))
-            keep[own[order[rank >= self._k]]] = False
-        self._replace(part.where(keep))
-
-    def _ranked(self, part: _Part, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Order candidates by (cell, merit descending, row id), and each one's rank in its cell."""
-        merits = _merit(torch.from_numpy(scores), self._order).numpy()
-        order = np.lexsort((self._layer.space.ids[part.positions], -merits, part.cells))
-        starts = np.searchsorted(part.cells[order], part.cells[order], side="left")
-        return order, np.arange(len(order)) - starts
-
-    def _exact(self, part: _Part) -> np.ndarray:
-        """Exact scores of candidates, float32."""
-        scores = np.empty(len(part.cells), np.float32)
-        order = np.lexsort((part.positions, part.cells // self._groups))
-        queries = part.cells[order] // self._groups
-        for query in np.unique(queries):
-            first, last = np.searchsorted(queries, [query, query + 1])
-            for start in range(first, last, _RESCORE_ROWS):
-                own = order[start : min(start + _RESCORE_ROWS, last)]
-                positions = part.positions[own]
-                dots = ExactDots(self._layer.keys_at(positions), self._queries[query])
-                if self._contribution is None:
-                    scores[own] = dots.rounded()
-                else:
-                    factors = self._contribution.at(self._layer, positions)
-                    scores[own] = dots.rounded_contributions(*factors)
-        return scores
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Candidates as parallel arrays; a cell is a (query, group)."""
-
-    cells: np.ndarray
-    merits: np.ndarray
-    errors: np.ndarray
-    positions: np.ndarray
-
-    @classmethod
-    def empty(cls) -> _Part:
-        return cls(np.zeros(0, np.int64), np.zeros(0), np.zeros(0), np.zeros(0, np.int64))
-
-    @classmethod
-    def join(cls, parts: list[_Part]) -> _Part:
-        names = ("cells", "merits", "errors", "positions")
-        return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
-
-    def where(self, which: np.ndarray) -> _Part:
-        return _Part(
-            self.cells[which], self.merits[which], self.errors[which], self.positions[which]
-        )
-
-
-def _merit(scores: torch.Tensor, order: str) -> torch.Tensor:
-    if order == "largest":
-        return scores
-    return -scores if order == "smallest" else scores.abs()
+            best.add_tile(merit(scores, self._ranking.order), errors, tile.positions, which)

@@ -45,6 +45,7 @@ def attribution_handlers(
                 _handler(method.name, method.input_type.name, catalog, scans, damage_found)
             )
             for method in SERVICE.methods
+            if method.name not in ("Explain", "StreamWeights")
         },
     )
 

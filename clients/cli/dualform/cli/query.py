@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from dualform.client import Client, Coverage
+    from dualform.client import Client, Coverage, SumsResult
 
 
 def add_to(commands: Any) -> None:
@@ -34,9 +34,18 @@ def add_to(commands: Any) -> None:
     top_k.add_argument(
         "--at-step", type=int, metavar="S", help="contributions to the layer after S steps"
     )
+    top_k.add_argument(
+        "--distinct", metavar="COLUMN", help="of rows with the same value only the best"
+    )
     sums = _question(kinds, "sums", _sums, "total attention weight per group")
     sums.add_argument("--group-by", metavar="COLUMN", required=True, help="what to sum over")
     sums.add_argument("--absolute", action="store_true", help="sum absolute values")
+    sums.add_argument(
+        "--bins", type=_edges, metavar="A,B,…", help="sum over ranges of a numeric column"
+    )
+    profile = _question(kinds, "profile", _profile, "total attention weight over training steps")
+    profile.add_argument("--bins", type=int, default=50, help="equal parts (default 50)")
+    profile.add_argument("--absolute", action="store_true", help="sum absolute values")
     output = _question(kinds, "output", _output, "the dual output: initial part and contributions")
     output.add_argument("--at-step", type=int, metavar="S", help="the layer after S steps")
     output.add_argument("--group-by", metavar="COLUMN", help="each group's part alone")
@@ -59,6 +68,16 @@ def _question(kinds: Any, name: str, run: Any, what: str) -> argparse.ArgumentPa
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run, parser=parser)
     return parser
+
+
+def _edges(text: str) -> list[float]:
+    """Bin edges from text such as "0,1000,3000"."""
+    try:
+        return [float(edge) for edge in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} holds what is no number; give ascending edges such as 0,1000,3000"
+        ) from None
 
 
 def read_queries(path: Path) -> npt.NDArray[np.float32]:
@@ -113,6 +132,7 @@ def _top_k(options: argparse.Namespace) -> int:
             rank_by=options.rank_by,
             unit=options.unit,
             at_step=options.at_step,
+            distinct=options.distinct,
             index=options.index,
             timeout=options.timeout,
         )
@@ -121,13 +141,17 @@ def _top_k(options: argparse.Namespace) -> int:
             {
                 "rows": hits.rows,
                 "scores": hits.scores,
+                "counts": hits.counts,
                 "columns": dict(hits.columns),
                 "groups": hits.groups,
                 "coverage": _coverage(hits.coverage),
             }
         )
         return 0
-    headers = ["rank", "row", "score", *hits.columns]
+    columns = dict(hits.columns)
+    if hits.counts is not None:
+        columns = {"count": hits.counts, **columns}
+    headers = ["rank", "row", "score", *columns]
     for query in range(len(queries)):
         for place, title in _parts(query, options.group_by, hits.groups):
             print(title)
@@ -136,7 +160,7 @@ def _top_k(options: argparse.Namespace) -> int:
                 range(int(found.sum())),
                 hits.rows[place][found],
                 hits.scores[place][found],
-                *(column[place][found] for column in hits.columns.values()),
+                *(column[place][found] for column in columns.values()),
                 strict=True,
             )
             print_table(headers, lines)
@@ -154,9 +178,29 @@ def _sums(options: argparse.Namespace) -> int:
             group_by=options.group_by,
             absolute=options.absolute,
             where=options.where,
+            bins=options.bins,
             index=options.index,
             timeout=options.timeout,
         )
+    return _print_sums(options, sums, options.group_by)
+
+
+def _profile(options: argparse.Namespace) -> int:
+    queries = read_queries(options.query)
+    with _client(options) as client:
+        sums = client.profile(
+            options.layer,
+            queries,
+            bins=options.bins,
+            absolute=options.absolute,
+            where=options.where,
+            index=options.index,
+            timeout=options.timeout,
+        )
+    return _print_sums(options, sums, "from step")
+
+
+def _print_sums(options: argparse.Namespace, sums: SumsResult, title: str) -> int:
     if options.json:
         print_json(
             {
@@ -167,10 +211,10 @@ def _sums(options: argparse.Namespace) -> int:
             }
         )
         return 0
-    for query in range(len(queries)):
+    for query in range(len(sums.values)):
         print(f"query {query}")
         print_table(
-            [options.group_by, "rows", "sum"],
+            [title, "rows", "sum"],
             zip(sums.groups, sums.counts, sums.values[query], strict=True),
         )
         print()

@@ -67,6 +67,7 @@ class AsyncClient:
         rank_by: str = "weight",
         unit: int | None = None,
         at_step: int | None = None,
+        distinct: str | None = None,
         index: str | None = None,
         timeout: float | None = None,
     ) -> TopKResult:
@@ -82,6 +83,7 @@ class AsyncClient:
                 rank_by,
                 unit,
                 at_step,
+                distinct,
                 index,
                 timeout,
             )
@@ -95,12 +97,29 @@ class AsyncClient:
         group_by: str,
         absolute: bool = False,
         where: str | Filter | None = None,
+        bins: Iterable[float] | None = None,
         index: str | None = None,
         timeout: float | None = None,
     ) -> SumsResult:
         """As `Client.sums`."""
         return await self._run(
-            self._questions.sums(layer, queries, group_by, absolute, where, index, timeout)
+            self._questions.sums(layer, queries, group_by, absolute, where, bins, index, timeout)
+        )
+
+    async def profile(
+        self,
+        layer: str,
+        queries: object,
+        *,
+        bins: int = 50,
+        absolute: bool = False,
+        where: str | Filter | None = None,
+        index: str | None = None,
+        timeout: float | None = None,
+    ) -> SumsResult:
+        """As `Client.profile`."""
+        return await self._run(
+            self._questions.profile(layer, queries, bins, absolute, where, index, timeout)
         )
 
     async def dual_output(

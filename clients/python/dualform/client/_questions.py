@@ -71,6 +71,8 @@ _ORDERS = {
 _RANKS = {"weight": pb.RANK_BY_WEIGHT, "contribution": pb.RANK_BY_CONTRIBUTION}
 # The server's word for an answer that a smaller batch would make fit.
 _TOO_LARGE = "ANSWER_TOO_LARGE"
+# Far more than a plot can show, and few enough for any message.
+MAX_BINS = 100_000
 # Beside the queries a request holds names and a tensor's header.
 _HEADER_BYTES = 256
 
@@ -109,6 +111,7 @@ class Questions:
         rank_by: str,
         unit: int | None,
         at_step: int | None,
+        distinct: str | None,
         index: str | None,
         timeout: float | None,
     ) -> Plan[TopKResult]:
@@ -124,6 +127,7 @@ class Questions:
             rank_by=_choice(rank_by, _RANKS, "rank_by"),
             unit=_optional(unit, "unit"),
             at_step=_optional(at_step, "at_step"),
+            distinct=_name(distinct, "distinct"),
         )
         return (yield from self._batches(request, restriction, queries, timeout, top_k_of))
 
@@ -134,6 +138,7 @@ class Questions:
         group_by: str,
         absolute: bool,
         where: str | pb.Filter | None,
+        bins: Iterable[float] | None,
         index: str | None,
         timeout: float | None,
     ) -> Plan[SumsResult]:
@@ -149,8 +154,35 @@ class Questions:
             group_by=_name(group_by, "group_by"),
             absolute=bool(absolute),
             where=restriction.filter,
+            bins=None if bins is None else _edges(bins),
         )
         return (yield from self._batches(request, restriction, queries, timeout, sums_of))
+
+    def profile(
+        self,
+        layer: str,
+        queries: object,
+        bins: int,
+        absolute: bool,
+        where: str | pb.Filter | None,
+        index: str | None,
+        timeout: float | None,
+    ) -> Plan[SumsResult]:
+        """See Client.profile."""
+        deadline = self._deadline(timeout)
+        count = int64(bins, "bins")
+        if not 1 <= count <= MAX_BINS:
+            raise InvalidArgumentError(
+                f"bins={count}; from 1 to {MAX_BINS:,} equal parts of training are possible, and "
+                "sums(…, group_by='step', bins=[…]) takes edges of your own",
+                field="bins",
+            )
+        steps = (yield from self.index(index, deadline.remaining())).steps
+        edges = np.linspace(0, max(steps, 1), count + 1).tolist()
+        found = yield from self.sums(
+            layer, queries, "step", absolute, where, edges, index, deadline.remaining()
+        )
+        return found
 
     def dual_output(
         self,
@@ -270,6 +302,25 @@ def _choice(value: str, choices: Mapping[str, Enum], field: str) -> Enum:
             f"{field}={value!r} is none of {', '.join(map(repr, choices))}", field=field
         )
     return choices[value]
+
+
+def _edges(bins: Iterable[float]) -> list[float]:
+    """Bin edges as floats; what they must be like is the server's word."""
+    if isinstance(bins, (str, bytes)) or not isinstance(bins, Iterable):
+        raise InvalidArgumentError(
+            f"bins={bins!r}: a list of ascending edges is needed, such as [0, 1000, 3000]",
+            field="bins",
+        )
+    try:
+        edges = [float(edge) for edge in bins]
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidArgumentError(f"bins hold what is no number ({error})", field="bins") from None
+    if len(edges) < 2:
+        raise InvalidArgumentError(
+            f"bins hold {len(edges)} edges; at least two are needed, such as [0, 1000, 3000]",
+            field="bins",
+        )
+    return edges
 
 
 def _optional(value: int | None, field: str) -> int | None:

@@ -47,6 +47,8 @@ class TopKResult:
         groups: The groups in ascending order, None (rows without a value) last; None without
             `group_by`.
         coverage: How many rows took part.
+        counts: int64, the shape of `rows`: how many rows that took part share the row's value (in
+            its group), 0 where fewer match; None without `distinct`.
     """
 
     rows: npt.NDArray[np.int64]
@@ -54,6 +56,7 @@ class TopKResult:
     columns: Mapping[str, npt.NDArray[Any]]
     groups: list[Any] | None
     coverage: Coverage
+    counts: npt.NDArray[np.int64] | None = None
 
     def __getitem__(self, column: str) -> npt.NDArray[Any]:
         if column not in self.columns:
@@ -61,9 +64,9 @@ class TopKResult:
         return self.columns[column]
 
     def to_pandas(self) -> pd.DataFrame:
-        """One line per hit: query, rank (from 0), row, score and the metadata columns.
+        """One line per hit: query, rank (from 0), row, score, `distinct`'s count, and the columns.
 
-        Padding is left out. A metadata column called like one of the first four gets "_column"
+        Padding is left out. A metadata column called like one of the first gets "_column"
         behind its name. With `group_by` a line's group is its value in that column.
 
         Raises:
@@ -78,6 +81,8 @@ class TopKResult:
             "row": self.rows[hit],
             "score": self.scores[hit],
         }
+        if self.counts is not None:
+            table["count"] = self.counts[hit]
         for name, column in self.columns.items():
             # Padding had made an object array of it; without padding it is a plain one again.
             values = column[hit]
@@ -170,6 +175,7 @@ def top_k_of(message: pb.TopKResponse) -> TopKResult:
         columns={column.name: column_of(column, rows.shape) for column in message.columns},
         groups=groups_of(message.groups, rows.shape[1]) if message.HasField("groups") else None,
         coverage=_coverage(message.coverage),
+        counts=array_of(message.counts) if message.HasField("counts") else None,
     )
 
 
@@ -225,6 +231,8 @@ def join(parts: Sequence[Result]) -> Result:
         if present:
             joined[name] = np.concatenate(present)
     if isinstance(first, TopKResult):
+        if first.counts is not None:
+            joined["counts"] = np.concatenate([part.counts for part in parts])
         joined["columns"] = {
             name: np.concatenate([part[name] for part in parts])  # type: ignore[index]
             for name in first.columns

@@ -94,6 +94,7 @@ class Client:
         rank_by: str = "weight",
         unit: int | None = None,
         at_step: int | None = None,
+        distinct: str | None = None,
         index: str | None = None,
         timeout: float | None = None,
     ) -> TopKResult:
@@ -114,6 +115,8 @@ class Client:
             unit: The output unit, 0 to d_out - 1; with "contribution" only.
             at_step: Contributions to the layer after so many steps, of the rows before; None for
                 the trained layer. With "contribution" only.
+            distinct: A metadata column: of rows with the same value only the best counts, and
+                `counts` says how many took part. Rows without a value stand for themselves.
             index: Its name; None where one is served.
             timeout: Seconds.
 
@@ -139,6 +142,7 @@ class Client:
                 rank_by,
                 unit,
                 at_step,
+                distinct,
                 index,
                 timeout,
             )
@@ -152,6 +156,7 @@ class Client:
         group_by: str,
         absolute: bool = False,
         where: str | Filter | None = None,
+        bins: Iterable[float] | None = None,
         index: str | None = None,
         timeout: float | None = None,
     ) -> SumsResult:
@@ -163,6 +168,9 @@ class Client:
             group_by: The metadata column to sum over.
             absolute: Sum |a_t| instead of a_t.
             where: As for `top_k`.
+            bins: Ascending edges for a numeric column, as in `numpy.histogram`: group i holds
+                bins[i] <= value < bins[i + 1], the last one its upper edge too. Other rows take no
+                part; groups are called by their lower edges.
             index: Its name; None where one is served.
             timeout: Seconds.
 
@@ -173,7 +181,39 @@ class Client:
             InvalidArgumentError, NotFoundError, ResourceExhaustedError: As for `top_k`.
         """
         return self._run(
-            self._questions.sums(layer, queries, group_by, absolute, where, index, timeout)
+            self._questions.sums(layer, queries, group_by, absolute, where, bins, index, timeout)
+        )
+
+    def profile(
+        self,
+        layer: str,
+        queries: object,
+        *,
+        bins: int = 50,
+        absolute: bool = False,
+        where: str | Filter | None = None,
+        index: str | None = None,
+        timeout: float | None = None,
+    ) -> SumsResult:
+        """Total attention weight over training: sums over equal parts of its steps.
+
+        Args:
+            layer: As in `model.named_modules()`.
+            queries: As for `top_k`.
+            bins: Number of parts.
+            absolute: Sum |a_t| instead of a_t.
+            where: As for `top_k`.
+            index: Its name; None where one is served.
+            timeout: Seconds.
+
+        Returns:
+            float64 [n, bins]; groups are the steps at which the parts start, as floats.
+
+        Raises:
+            InvalidArgumentError, NotFoundError, ResourceExhaustedError: As for `top_k`.
+        """
+        return self._run(
+            self._questions.profile(layer, queries, bins, absolute, where, index, timeout)
         )
 
     def dual_output(
