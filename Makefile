@@ -3,11 +3,12 @@
 
 PYTHON ?= python3
 VENV := .venv
+DATA := $(or $(DUALFORM_DATA),../shared/data)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PACKAGES := record store index engine serve client cli
 # Folders with Python of ours that is no package.
-LOOSE := examples experiments
+LOOSE := examples experiments benchmarks
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test lint format stubs stubs-check bench clean
@@ -40,9 +41,10 @@ stubs: $(STAMP) ## Generate the gRPC stubs beside the proto (Python 3.10 to 3.12
 stubs-check: $(STAMP) ## Fail where the committed stubs are not what the proto gives
 	PYTHON=$(BIN)/python scripts/stubs.sh --check
 
-bench: $(STAMP) ## What the recorder adds to training; with RECORDING=DIR also a build beside cp and sync
-	$(BIN)/python benchmarks/recorder.py
-	$(if $(RECORDING),$(BIN)/python benchmarks/build.py $(RECORDING))
+bench: $(STAMP) ## A small benchmark in minutes, on MNIST from DUALFORM_DATA; `python -m benchmarks` has the full ones
+	$(BIN)/python -m benchmarks recorder --data $(DATA)
+	$(BIN)/python -m benchmarks topk --data $(DATA) --steps 320 --rounds 3 --largest-batch 64 --isotropic-rows 40000
+	$(BIN)/python -m benchmarks answers --data $(DATA) --steps 320 --rounds 5
 
 clean: ## Remove what the demo, the tests and builds leave behind; .venv stays
 	rm -rf demo dist build .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,6 +1,6 @@
 """Throughput of `build_index` beside `cp -r` and `sync` of the same recording, alternated.
 
-    python benchmarks/build.py RECORDING [--scratch DIR] [--repeat 3] [--json]
+    python -m benchmarks build RECORDING [--scratch DIR] [--repeat 3] [--json]
 
 Both write every byte once and end with it on disk; the build also verifies, reorders and hashes.
 Each runs in a process of its own with the recording out of the page cache.
@@ -21,7 +21,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("recording", type=Path)
     parser.add_argument("--scratch", type=Path, help="folder to write to (default: beside it)")
     parser.add_argument("--repeat", type=int, default=3)

@@ -1,6 +1,6 @@
 """What the recorder adds to a training loop: the same training with and without it, alternated.
 
-    python benchmarks/recorder.py [--data MNIST_DIR] [--blocks 10] [--steps 100] [--json OUT]
+    python -m benchmarks recorder [--data MNIST_DIR] [--blocks 10] [--steps 100] [--json OUT]
 
 One process trains two identical copies of the paper's network (784-800-800-10, batch 128, SGD) in
 alternating blocks, the order of the two changing from block to block; only one of them is recorded.
@@ -11,9 +11,7 @@ Machines are noisy: read the ratios.
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
-import os
 import shutil
 import statistics
 import tempfile
@@ -21,15 +19,12 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
 import numpy as np
 import torch
 from torch import nn
 
+from benchmarks.memories import BATCH, images, network
 from dualform.record import Recorder
-
-BATCH = 128
 
 
 @dataclass(frozen=True)
@@ -56,10 +51,7 @@ class Run:
     """One copy of the network and its training loop."""
 
     def __init__(self, images: torch.Tensor, labels: torch.Tensor, momentum: float) -> None:
-        torch.manual_seed(0)
-        self.model = nn.Sequential(
-            nn.Linear(784, 800), nn.ReLU(), nn.Linear(800, 800), nn.ReLU(), nn.Linear(800, 10)
-        )
+        self.model = network()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=momentum)
         self.images, self.labels = images, labels
         self.order = np.random.default_rng(0)
@@ -121,23 +113,9 @@ def measure(
     )
 
 
-def load(data: Path | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """MNIST's training set where its files are given, else random data of the same shape."""
-    if data is None:
-        random = np.random.default_rng(1)
-        images = random.random((60_000, 784), np.float32)
-        return torch.from_numpy(images), torch.from_numpy(random.integers(0, 10, 60_000))
-    images_file = next(data.rglob("train-images-idx3-ubyte.gz"))
-    labels_file = images_file.with_name("train-labels-idx1-ubyte.gz")
-    pixels = np.frombuffer(gzip.decompress(images_file.read_bytes()), np.uint8, offset=16)
-    digits = np.frombuffer(gzip.decompress(labels_file.read_bytes()), np.uint8, offset=8)
-    images = pixels.reshape(-1, 784).astype(np.float32) / 255
-    return torch.from_numpy(images), torch.from_numpy(digits.astype(np.int64))
-
-
 def main() -> None:
     """Parse the command line, measure, print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--data", type=Path, help="folder with MNIST's .gz files")
     parser.add_argument("--blocks", type=int, default=10)
     parser.add_argument("--steps", type=int, default=100, help="steps in a block")
@@ -150,9 +128,9 @@ def main() -> None:
         torch.set_num_threads(arguments.threads)
     folder = Path(tempfile.mkdtemp(prefix="dualform-benchmark-", dir=arguments.out))
     try:
-        images, labels = load(arguments.data)
+        inputs, labels = _inputs(arguments.data)
         result = measure(
-            images, labels, folder / "run", arguments.blocks, arguments.steps, arguments.momentum
+            inputs, labels, folder / "run", arguments.blocks, arguments.steps, arguments.momentum
         )
     finally:
         shutil.rmtree(folder)
@@ -160,6 +138,15 @@ def main() -> None:
         print(f"{name:24} {value:.3f}" if isinstance(value, float) else f"{name:24} {value}")
     if arguments.json:
         arguments.json.write_text(json.dumps(asdict(result), indent=1) + "\n")
+
+
+def _inputs(data: Path | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """MNIST's training set where its files are given, else random data of the same shape."""
+    if data is not None:
+        return images(data, "train")
+    random = np.random.default_rng(1)
+    pixels = random.random((60_000, 784), np.float32)
+    return torch.from_numpy(pixels), torch.from_numpy(random.integers(0, 10, 60_000))
 
 
 def _quartiles(ratios: list[float]) -> tuple[float, float]:

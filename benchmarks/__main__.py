@@ -1,0 +1,31 @@
+"""Run one benchmark by name.
+
+    python -m benchmarks recorder    what the recorder adds to a training loop
+    python -m benchmarks build       index build beside cp and sync of the same recording
+    python -m benchmarks topk        exact top-k beside FAISS, torch, usearch, LanceDB, milvus-lite
+    python -m benchmarks answers     sums, outputs, gRPC on top, and how top-k grows with the memory
+
+Each says with --help what it takes. OpenMP's wait policy is set here, before torch is imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+NAMES = ("recorder", "build", "topk", "answers")
+
+
+def main() -> None:
+    if len(sys.argv) < 2 or sys.argv[1] not in NAMES:
+        print(__doc__, file=sys.stderr)
+        raise SystemExit(0 if sys.argv[1:] in (["-h"], ["--help"]) else 2)
+    name = sys.argv.pop(1)
+    importlib.import_module(f"benchmarks.{name}").main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,224 @@
+"""Everything but top-k's peers: sums, outputs, gRPC on top, growth with the memory, a cold disk.
+
+    python -m benchmarks answers --data MNIST_DIR [--index INDEX] [--json OUT]
+
+Each figure is a ratio inside one run, or milliseconds in process where the aim is a time. Aims:
+signed sums per class under 2 ms for up to 64 queries; the unfiltered dual output of one query under
+2 ms; absolute sums at least 0.8 of the rate of the same product; gRPC at most 1.5 ms on top of the
+same answer in process; a certified top-k whose time per row does not rise from a
+sixteenth of the memory to all of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.cold import bytes_read, forget
+from benchmarks.memories import Memory, recorded, trained
+from benchmarks.timing import Times, interleaved
+from dualform.client import Client
+from dualform.engine import Index
+
+_TILE = 16_384
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--data", type=Path, required=True, help="folder that holds MNIST's files")
+    parser.add_argument("--index", type=Path, help="of the MNIST study, with its trained weights")
+    parser.add_argument("--steps", type=int, default=5000, help="to train without --index")
+    parser.add_argument("--scratch", type=Path, help="folder for temporary files")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=arguments.scratch) as folder:
+        scratch = Path(folder)
+        index = arguments.index or trained(arguments.data, scratch, arguments.steps)
+        memories = recorded(index, arguments.data)
+        result = {
+            "sums": [sums(memory, arguments.rounds) for memory in memories],
+            "absolute": [absolute(memory, 3) for memory in memories],
+            "outputs": [outputs(memory, arguments.rounds) for memory in memories],
+            "grpc": grpc(memories, arguments.rounds),
+            "cold": [cold(memory) for memory in memories],
+            "growth": growth(arguments.data, index, scratch, arguments.rounds),
+        }
+    text = json.dumps(result, indent=1)
+    print(text)
+    if arguments.json:
+        arguments.json.write_text(text + "\n")
+
+
+def sums(memory: Memory, rounds: int) -> dict[str, Any]:
+    """Signed class sums over all rows, in process."""
+    with memory.open() as index:
+        times = interleaved(
+            {
+                str(n): partial(index.sums, memory.layer, memory.queries[:n], "label")
+                for n in (1, 8, 64)
+            },
+            rounds,
+        )
+    return {"memory": memory.title, "ms": _medians(times)}
+
+
+def absolute(memory: Memory, rounds: int) -> dict[str, Any]:
+    """Absolute class sums of 64 queries beside the product of the same shape."""
+    queries = memory.queries[:64]
+    with memory.open() as index:
+        own = index.layers[memory.layer]
+        keys = torch.cat([shard.keys.rows().clone() for shard in own.shards])
+        asked = torch.from_numpy(queries)
+
+        def product() -> None:
+            for start in range(0, len(keys), _TILE):
+                asked @ keys[start : start + _TILE].T
+
+        times = interleaved(
+            {
+                "product": product,
+                "sums": lambda: index.sums(memory.layer, queries, "label", absolute=True),
+            },
+            rounds,
+        )
+    return {
+        "memory": memory.title,
+        "ms": _medians(times),
+        "rate_to_product": times["product"].median / times["sums"].median,
+    }
+
+
+def outputs(memory: Memory, rounds: int) -> dict[str, Any]:
+    """The unfiltered dual output of the trained layer, and a filtered one, in process."""
+    with memory.open() as index:
+        one = memory.queries[:1]
+        times = interleaved(
+            {
+                "n=1": lambda: index.dual_output(memory.layer, one),
+                "n=64": lambda: index.dual_output(memory.layer, memory.queries[:64]),
+            },
+            rounds,
+        )
+        masked = interleaved({"n=1, 100 steps at the end": lambda: _late(index, memory, one)}, 3)
+    return {"memory": memory.title, "ms": _medians({**times, **masked})}
+
+
+def _late(index: Index, memory: Memory, queries: np.ndarray) -> object:
+    return index.dual_output(memory.layer, queries, at_step=index.steps - 1)
+
+
+def grpc(memories: list[Memory], rounds: int) -> list[dict[str, Any]]:
+    """The same question over a real socket and in process, interleaved."""
+    found = []
+    with (
+        serving(memories[0].path) as address,
+        Client(address) as client,
+        memories[0].open() as index,
+    ):
+        for memory in memories:
+            one = memory.queries[:1]
+            times = interleaved(
+                {
+                    "in process": partial(index.top_k, memory.layer, one, 10),
+                    "grpc": partial(client.top_k, memory.layer, one, k=10),
+                    "sums in process": partial(index.sums, memory.layer, one, "label"),
+                    "sums grpc": partial(client.sums, memory.layer, one, group_by="label"),
+                },
+                rounds,
+            )
+            found.append(
+                {
+                    "memory": memory.title,
+                    "ms": _medians(times),
+                    "top_k_on_top_ms": times["grpc"].median - times["in process"].median,
+                    "sums_on_top_ms": times["sums grpc"].median - times["sums in process"].median,
+                }
+            )
+    return found
+
+
+def cold(memory: Memory) -> dict[str, Any]:
+    """Bytes that one query reads from the disk when nothing of the layer is in memory."""
+    result: dict[str, Any] = {"memory": memory.title}
+    one = memory.queries[:1]
+    with memory.open() as index:
+        own = index.layers[memory.layer]
+        asked = {
+            "certified": partial(index.top_k, memory.layer, one, 10, strategy="certified"),
+            "scan": partial(index.top_k, memory.layer, one, 10, strategy="scan"),
+        }
+        for run in asked.values():  # every file is checked when it is first used
+            run()
+        result["keys_bytes"] = own.rows * own.d_in * 4
+        for strategy, run in asked.items():
+            forget(index, memory.layer)
+            result[f"{strategy}_bytes"] = bytes_read(run)
+    return result
+
+
+def growth(data: Path, largest: Path, scratch: Path, rounds: int) -> list[dict[str, Any]]:
+    """Certified top-k of one query over memories of growing size: nanoseconds per row."""
+    found = []
+    with Index.open(largest, device="cpu") as index:
+        whole = index.steps
+    for steps in (whole // 16, whole // 4, whole):
+        path = largest if steps == whole else trained(data, scratch, steps)
+        for memory in recorded(path, data):
+            with memory.open() as index:
+                rows = index.layers[memory.layer].rows
+                times = interleaved(
+                    {
+                        "certified": partial(
+                            index.top_k, memory.layer, memory.queries[:1], 10, strategy="certified"
+                        )
+                    },
+                    rounds,
+                )
+            median = times["certified"].median
+            found.append(
+                {
+                    "memory": memory.title,
+                    "rows": rows,
+                    "ms": median,
+                    "ns_per_row": 1e6 * median / rows,
+                }
+            )
+    return found
+
+
+@contextmanager
+def serving(index: Path) -> Iterator[str]:
+    """A server of its own process on a free loopback port: its address."""
+    command = [sys.executable, "-m", "dualform.cli", "serve", str(index), "--port", "0"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if not line.startswith("listening on "):
+            raise SystemExit(f"the server did not start: {line!r}")
+        yield line.removeprefix("listening on ").strip()
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _medians(times: dict[str, Times]) -> dict[str, float]:
+    return {name: own.median for name, own in times.items()}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""Interleaved timing of contestants, and what the machine itself can do in the same process."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Times:
+    """Milliseconds over the rounds: the median and the whole range."""
+
+    median: float
+    low: float
+    high: float
+
+
+def interleaved(contestants: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, Times]:
+    """Run each once per round, in turn; the first round warms up and does not count."""
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    for number in range(rounds + 1):
+        for name, run in contestants.items():
+            start = time.perf_counter()
+            run()
+            if number:
+                seconds[name].append(1e3 * (time.perf_counter() - start))
+    return {
+        name: Times(statistics.median(own), min(own), max(own)) for name, own in seconds.items()
+    }
+
+
+def machine(keys: torch.Tensor) -> dict[str, float]:
+    """GB/s read, GFLOP/s of a float32 product of 64 queries, and a GEMV over the keys in ms."""
+    small, wide = keys[:100_000], torch.randn(64, keys.shape[1])
+    times = interleaved(
+        {
+            "read": keys.sum,
+            "gemm": lambda: wide @ small.T,
+            "gemv": lambda: keys @ wide[0],
+        },
+        5,
+    )
+    return {
+        "read_gb_s": keys.numel() * 4 / times["read"].low / 1e6,
+        "gemm_gflop_s": 2 * 64 * small.numel() / times["gemm"].low / 1e6,
+        "gemv_ms": times["gemv"].low,
+    }
