@@ -83,6 +83,27 @@ def test_distinct_values_bins_and_a_profile(memory: Memory, server: str, query_f
     assert "from step" in ask("profile", server, query_file).out
 
 
+def test_every_weight_goes_to_a_file(
+    memory: Memory, server: str, query_file: Path, tmp_path: Path
+) -> None:
+    expected = memory.weights(np.load(query_file)).astype(np.float32)
+    done = ask("weights", server, query_file, "--out", tmp_path / "w.npy")
+    assert (done.status, done.out) == (0, f"{tmp_path / 'w.npy'}: float32 [2, 600]\n")
+    np.testing.assert_array_equal(np.load(tmp_path / "w.npy"), expected)
+    local = ("--local", memory.path, "--layer", "fc", "--query", query_file)
+    done = dualform("query", "weights", *local, "--out", tmp_path / "v.npy", "--json")
+    assert json.loads(done.out) == {"file": str(tmp_path / "v.npy"), "shape": [2, 600]}
+    np.testing.assert_array_equal(np.load(tmp_path / "v.npy"), expected)
+    again = ask("weights", server, query_file, "--out", tmp_path / "w.npy")
+    assert again.status == 2
+    assert "is there already" in again.err
+    late = ("--timeout", 1e-6, "--out", tmp_path / "late.npy")
+    assert ask("weights", server, query_file, *late).status == 2
+    nowhere = ask("weights", server, query_file, "--out", tmp_path / "no" / "w.npy")
+    assert (nowhere.status, "can't be written" in nowhere.err) == (2, True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["v.npy", "w.npy"]
+
+
 def test_padding_is_null_in_json(server: str, query_file: Path) -> None:
     data = answer(ask("top-k", server, query_file, "--where", "label = 99", "-k", 2, "--json"))
     assert data["rows"] == [[-1, -1]] * 2

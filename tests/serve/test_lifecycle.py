@@ -209,6 +209,8 @@ def test_reflection_describes_the_service(index: Path) -> None:
             "TopK",
             "Sums",
             "DualOutput",
+            "Explain",
+            "StreamWeights",
             "GetExamples",
         ]
 

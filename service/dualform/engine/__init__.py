@@ -1,7 +1,7 @@
 """Exact answers over an index: top-k, sums, dual output (docs/exactness.md)."""
 
 from dualform.engine.index import Index, Layer
-from dualform.engine.results import Coverage, DualOutput, Sums, TopK
+from dualform.engine.results import Coverage, DualOutput, Sums, TopK, WeightsChunk
 from dualform.engine.verify import Damage, LayerReport, VerifyReport, verify_index
 
 __all__ = [
@@ -14,5 +14,6 @@ __all__ = [
     "Sums",
     "TopK",
     "VerifyReport",
+    "WeightsChunk",
     "verify_index",
 ]

@@ -6,7 +6,7 @@ of tensors, k, filters and ids, and how large the answer would be. The index che
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ from dualform.engine.errors import InvalidArgumentError, ResourceExhaustedError
 from dualform.engine.index import Index, Layer, Order, RankBy
 from dualform.engine.limits import Limits
 from dualform.engine.results import Coverage
+from dualform.engine.stream import CHUNK_BYTES
 from dualform.v1 import attribution_pb2 as pb
 
 Stop = Callable[[], bool]
@@ -125,7 +126,7 @@ def dual_output(
     """Answer DualOutput."""
     queries, where = _question(request, limits)
     d_out = index.layer(request.layer).d_out
-    # Beside the values travel the initial part and the trained layer's output.
+    # Beside the values travel the initial part, and the trained layer's output or the residual.
     tensors = _group_count(index, request.layer, request.group_by) + 2
     limits.check_answers(len(queries), tensors * d_out * 4, "grouped by a column with fewer values")
     found = index.dual_output(
@@ -143,6 +144,25 @@ def dual_output(
         groups=_groups(request.group_by, found.groups),
         counts=None if found.counts is None else wire.encode_tensor(found.counts),
         coverage=_coverage(found.coverage),
+        residual=None if found.residual is None else wire.encode_tensor(found.residual),
+    )
+
+
+def stream_weights(
+    index: Index, request: pb.StreamWeightsRequest, limits: Limits, stop: Stop | None
+) -> Iterator[pb.StreamWeightsResponse]:
+    """Answer StreamWeights: arguments are checked at once, chunks computed as they are taken."""
+    queries = wire.decode_queries(request.queries, limits.max_queries)
+    limits.check_answers(len(queries), 2 * 4, "for one row")
+    chunks = index.stream_weights(
+        request.layer,
+        queries,
+        chunk_bytes=min(CHUNK_BYTES, limits.max_message_bytes // 2),
+        stop=stop,
+    )
+    return (
+        pb.StreamWeightsResponse(start=chunk.start, weights=wire.encode_tensor(chunk.weights))
+        for chunk in chunks
     )
 
 

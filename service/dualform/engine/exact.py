@@ -81,6 +81,44 @@ class ExactDots:
         return terms
 
 
+class ExactWeights:
+    """Dot products of many keys with the same queries, each the float32 nearest to the exact one.
+
+    Args:
+        queries: float32 [n, d], finite, on the CPU.
+    """
+
+    def __init__(self, queries: torch.Tensor) -> None:
+        self._queries = queries
+        self._wide = queries.double()
+        self._norms = torch.linalg.vector_norm(self._wide, dim=1)
+
+    def of(self, keys: torch.Tensor, finite: np.ndarray) -> np.ndarray:
+        """Weights of keys.
+
+        Args:
+            keys: float32 [m, d], on the CPU.
+            finite: bool [m], which keys are; the weights of others are infinite or NaN.
+
+        Returns:
+            float32 [n, m]; -0.0 never occurs.
+        """
+        wide = keys.double()
+        sums = (self._wide @ wide.T).numpy()
+        # Cauchy-Schwarz instead of the sum of absolute terms: one product less, and few are unsure.
+        size = torch.outer(self._norms, torch.linalg.vector_norm(wide, dim=1)).numpy()
+        bound = size * ((keys.shape[1] + 2) * _FLOAT64_UNIT * (1 + 1e-9))
+        with np.errstate(over="ignore", invalid="ignore"):
+            scores = sums.astype(np.float32)
+            unsure = (sums - bound).astype(np.float32) != (sums + bound).astype(np.float32)
+        unsure &= finite
+        for query in np.flatnonzero(unsure.any(axis=1)):
+            rows = np.flatnonzero(unsure[query])
+            dots = ExactDots(keys[torch.from_numpy(rows)], self._queries[query])
+            scores[query, rows] = dots.rounded()
+        return np.asarray(scores + np.float32(0))
+
+
 def error_bound(d: int, query_norms: torch.Tensor, max_norm: float) -> torch.Tensor:
     """How far a float32 dot product of length d, summed in any order, is from the exact one.
 

@@ -14,13 +14,13 @@ from typing import Literal
 import numpy as np
 import pyarrow as pa
 import torch
-from safetensors.numpy import load as load_safetensors
 
-from dualform.engine import output, sums, topk
+from dualform.engine import dual_output, output, sums, topk
 from dualform.engine.bins import binned
 from dualform.engine.candidates import Ranking
 from dualform.engine.contribution import Contribution
 from dualform.engine.distinct import Distinct
+from dualform.engine.dual_output import DualOutputs, Question
 from dualform.engine.errors import (
     DataLossError,
     FailedPreconditionError,
@@ -28,9 +28,11 @@ from dualform.engine.errors import (
     NotFoundError,
 )
 from dualform.engine.examples import Examples
-from dualform.engine.results import Coverage, DualOutput, Sums, TopK
+from dualform.engine.results import Coverage, DualOutput, Sums, TopK, WeightsChunk
 from dualform.engine.rows import Rows
 from dualform.engine.shards import Shard, ShardFile, Stop
+from dualform.engine.states import States
+from dualform.engine.stream import CHUNK_BYTES, weights_in_row_order
 from dualform.store.errors import DamagedError
 from dualform.store.files import FileEntry, check_digest, read_checked
 from dualform.store.index import REBUILD, IndexLayer, IndexManifest
@@ -160,6 +162,8 @@ class Index:
         self.layers: Mapping[str, Layer] = {
             name: self._open_layer(layer) for name, layer in self._manifest.layers.items()
         }
+        self._states = States(path)
+        self._outputs = DualOutputs(self._ledger, self._states, device)
         self._examples = Examples(path, self._manifest.examples)
         self._closed = threading.Event()
 
@@ -337,14 +341,16 @@ class Index:
         where: pb.Filter | None = None,
         at_step: int | None = None,
         group_by: str | None = None,
+        strategy: dual_output.Strategy = "auto",
         stop: Stop | None = None,
     ) -> DualOutput:
         """The layer's output as initial part plus the sum of the rows' contributions.
 
         Eq. dual_linear of Irie et al. (2022), with the coefficients that the optimizer's settings
-        imply: a row of step t adds (c_t x_t.x + c'_t) e_t, primes for the bias. At a step, of all
-        rows together, those before the last stored state j <= at_step come in one product with it,
-        and only the rows from j on are scanned (docs/decisions/0007-stored-states.md).
+        imply: a row of step t adds (c_t x_t.x + c'_t) e_t, primes for the bias. Of all rows
+        together, what those before the last stored state j <= at_step add comes in one product with
+        it, and for the trained layer what all of them add in one product with the weight that they
+        were added up to (docs/decisions, 7 and 8); everything else is a scan.
 
         Args:
             layer: The layer's name.
@@ -352,46 +358,62 @@ class Index:
             where: Which rows take part; the initial part always stays.
             at_step: After so many steps, 0 to `steps`; None for the trained layer.
             group_by: A metadata column: the output split by its values, the initial part beside.
+            strategy: How; for the trained layer "scan" adds every row instead of taking what they
+                were added up to ("rebuilt", refused where it does not apply).
             stop: Asked between tiles.
         """
         own = self.layer(layer)
         query = _checked(queries, own.manifest)
         end = self._end(own, at_step)
         grouping = None if group_by is None else own.space.grouping(group_by)
-        mask = own.space.select(where, before_step=end)
+        mask = own.space.select(where, before_step=None if at_step is None else end)
+        question = Question(query, at_step, end, grouping, mask, where is not None, strategy)
         with self._guarded():
-            state = self._state(own.manifest.initial)
-            coefficients = output.layer_coefficients(self._ledger, own.manifest, end)
-            base = initial = output.initial_part(own.manifest, state, coefficients, query)
-            scanned = mask
-            if at_step is not None and where is None and grouping is None:
-                start, entry = _latest_state(own.manifest, end)
-                if start > 0:
-                    coefficients = output.layer_coefficients(self._ledger, own.manifest, end, start)
-                    state = self._state(entry)
-                    base = output.initial_part(own.manifest, state, coefficients, query)
-                    scanned = mask & (own.space.steps >= start)
-            totals = output.rows_part(
-                own, query, coefficients, grouping, scanned, self._device, stop
-            )
-            trained = None
-            if at_step is None and own.manifest.final is not None:
-                final = self._state(own.manifest.final)
-                trained = output.plain_output(own.manifest, final, query).astype(np.float32)
-        counts = None
-        if grouping is None:
-            totals = totals[:, 0] + base
-        else:
-            assert group_by is not None
-            counts = own.space.count(group_by, mask)
+            parts = self._outputs.answer(own, question, stop)
         return DualOutput(
-            values=totals.astype(np.float32),
-            initial=initial.astype(np.float32),
-            trained=trained,
+            values=parts.values.astype(np.float32),
+            initial=parts.initial.astype(np.float32),
+            trained=None if parts.trained is None else parts.trained.astype(np.float32),
+            residual=None if parts.residual is None else parts.residual.astype(np.float32),
             groups=None if grouping is None else grouping.values,
-            counts=counts,
+            counts=None if group_by is None else own.space.count(group_by, mask),
             coverage=_coverage(own, mask),
         )
+
+    def stream_weights(
+        self,
+        layer: str,
+        queries: np.ndarray,
+        *,
+        chunk_bytes: int = CHUNK_BYTES,
+        stop: Stop | None = None,
+    ) -> Iterator[WeightsChunk]:
+        """Every attention weight in row order, the float32 nearest to the exact one.
+
+        Args:
+            layer: The layer's name.
+            queries: float32 [n, d_in], finite.
+            chunk_bytes: Bytes of a chunk's weights, at most, unless one row has more.
+            stop: Asked between tiles.
+
+        Returns:
+            Chunks, which are computed as they are asked for. The weights of a key that is not
+            finite are not finite either.
+        """
+        own = self.layer(layer)
+        query = _checked(queries, own.manifest)
+        chunks = weights_in_row_order(own, query, chunk_bytes, stop)
+
+        def guarded() -> Iterator[WeightsChunk]:
+            while True:
+                self.layer(layer)  # refused once the index is closed
+                with self._guarded():
+                    found = next(chunks, None)
+                if found is None:
+                    return
+                yield WeightsChunk(*found)
+
+        return guarded()
 
     def group_count(self, layer: str, group_by: str) -> int:
         """How many groups a column makes."""
@@ -425,7 +447,9 @@ class Index:
         if isinstance(which, int):
             entry = dict(own.states).get(which)
         with self._guarded():
-            return None if entry is None else self._state(entry)
+            if entry is None:
+                return None
+            return {name: own.numpy().copy() for name, own in self._states.read(entry).items()}
 
     def verify_files(self, stop: Stop | None = None) -> None:
         """Hash every file against the manifest.
@@ -437,7 +461,7 @@ class Index:
         for space in self._manifest.spaces:
             entries += [shard.sidecar for shard in space.shards]
         for layer in self._manifest.layers.values():
-            entries += [layer.directions, layer.initial, layer.final]
+            entries += [layer.directions, layer.initial, layer.final, layer.rebuilt]
             entries += [entry for _, entry in layer.states]
             for shard in layer.shards:
                 entries += [shard.keys, shard.values, shard.sketch, shard.sums]
@@ -500,9 +524,6 @@ class Index:
     def _read_array(self, entry: FileEntry) -> torch.Tensor:
         data = read_checked(self.path, entry, REBUILD)
         return torch.from_numpy(np.load(io.BytesIO(data), allow_pickle=False))
-
-    def _state(self, entry: FileEntry) -> dict[str, np.ndarray]:
-        return dict(load_safetensors(read_checked(self.path, entry, REBUILD)))
 
     def _proposers(self, layer: Layer, ranking: Ranking, strategy: str) -> tuple[bool, bool]:
         """Whether sketches and FAISS are used for a top-k."""
@@ -601,14 +622,6 @@ def _checked(queries: np.ndarray, layer: IndexLayer) -> torch.Tensor:
             f"query {odd[0]} holds NaN or Inf; queries must be finite", field="queries"
         )
     return torch.from_numpy(np.array(queries, dtype=np.float32, order="C"))
-
-
-def _latest_state(layer: IndexLayer, at_step: int) -> tuple[int, FileEntry]:
-    """The last stored state that is not later than a step: after how many steps, and its file."""
-    return max(
-        ((j, entry) for j, entry in ((0, layer.initial), *layer.states) if j <= at_step),
-        key=lambda state: state[0],
-    )
 
 
 def _coverage(layer: Layer, mask: np.ndarray) -> Coverage:

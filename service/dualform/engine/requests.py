@@ -124,6 +124,34 @@ class Catalog:
         self.limits.check_answer(response.ByteSize(), "ask for less at a time")
         return response
 
+    def stream(self, request: Any, stop: Stop | None = None) -> Iterator[Any]:
+        """Answer a request whose answer comes in parts: a StreamWeightsRequest.
+
+        Args:
+            request: What is checked before this returns.
+            stop: As for `answer`.
+
+        Returns:
+            Response messages, computed as they are asked for; each may raise EngineError.
+
+        Raises:
+            EngineError: The subclass says which gRPC code it is.
+        """
+        with _store_errors_translated():
+            parts = answers.stream_weights(
+                self._open_index(request.index), request, self.limits, stop
+            )
+
+        def translated() -> Iterator[Any]:
+            while True:
+                with _store_errors_translated():
+                    part = next(parts, None)
+                if part is None:
+                    return
+                yield part
+
+        return translated()
+
     def close(self) -> None:
         """Close every index. Nothing may be answering any more."""
         for entry in self._entries.values():

@@ -64,6 +64,19 @@ class Sums:
 
 
 @dataclass(frozen=True)
+class WeightsChunk:
+    """Attention weights of consecutive rows.
+
+    Attributes:
+        start: The first row's id.
+        weights: float32 [n, m], of rows start to start + m - 1.
+    """
+
+    start: int
+    weights: np.ndarray
+
+
+@dataclass(frozen=True)
 class DualOutput:
     """A layer's output in dual form.
 
@@ -75,6 +88,9 @@ class DualOutput:
         groups: [groups], ascending, null last; None without group_by.
         counts: int64 [groups]; None without group_by.
         coverage: Rows taken into account.
+        residual: float32 [n, d_out], with group_by and at_step, without filter, where the whole
+            output starts from a stored state: the whole less `initial` and all parts, what
+            training's float32 rounded up to that state. None otherwise: parts add up without.
     """
 
     values: np.ndarray
@@ -83,3 +99,4 @@ class DualOutput:
     groups: pa.Array | None
     counts: np.ndarray | None
     coverage: Coverage
+    residual: np.ndarray | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, TypeAlias
 
 import grpc
@@ -38,16 +38,17 @@ def attribution_handlers(
         scans: Runs what is not cheap.
         damage_found: Awaited after an answer failed because of a damaged file.
     """
-    return grpc.method_handlers_generic_handler(
-        SERVICE.full_name,
-        {
-            method.name: grpc.unary_unary_rpc_method_handler(
-                _handler(method.name, method.input_type.name, catalog, scans, damage_found)
-            )
-            for method in SERVICE.methods
-            if method.name not in ("Explain", "StreamWeights")
-        },
-    )
+    handlers = {}
+    for method in SERVICE.methods:
+        if method.name == "Explain":
+            continue
+        own = (method.name, method.input_type.name, catalog, scans, damage_found)
+        handlers[method.name] = (
+            grpc.unary_stream_rpc_method_handler(_stream_handler(*own))
+            if method.server_streaming
+            else grpc.unary_unary_rpc_method_handler(_handler(*own))
+        )
+    return grpc.method_handlers_generic_handler(SERVICE.full_name, handlers)
 
 
 def _handler(
@@ -57,16 +58,8 @@ def _handler(
     scans: ScanQueue,
     damage_found: Callable[[], Awaitable[None]],
 ) -> Callable[[bytes, _Context], Awaitable[bytes]]:
-    request_type = getattr(pb, request_name)
-
     def answer(data: bytes, stop: Stop | None) -> bytes:
-        try:
-            request = request_type.FromString(data)
-        except DecodeError:
-            raise InvalidArgumentError(
-                f"the bytes are no {request_name}, or its filter is nested too deep",
-                reason="UNREADABLE",
-            ) from None
+        request = _decoded(request_name, data)
         return bytes(catalog.answer(request, stop).SerializeToString())
 
     async def handle(data: bytes, context: _Context) -> bytes:
@@ -74,16 +67,73 @@ def _handler(
             if method in CHEAP:
                 return answer(data, None)
             return await scans.run(lambda stop: answer(data, stop))
-        except EngineError as error:
+        except Exception as error:
             refusal = error
-        except Exception:
-            ticket = secrets.token_hex(4)
-            _LOG.exception("%s failed [%s]", method, ticket)
-            refusal = internal_error(ticket)
-        if isinstance(refusal, DataLossError):
-            _LOG.error("%s met a damaged index: %s", method, refusal)
-            await damage_found()
-        await abort(context, refusal)
-        raise AssertionError("abort always raises")
+        raise await _refused(method, refusal, context, damage_found)
 
     return handle
+
+
+def _stream_handler(
+    method: str,
+    request_name: str,
+    catalog: Catalog,
+    scans: ScanQueue,
+    damage_found: Callable[[], Awaitable[None]],
+) -> Callable[[bytes, _Context], AsyncIterator[bytes]]:
+    """An answer in parts: each is computed once the client has taken the one before."""
+
+    async def handle(data: bytes, context: _Context) -> AsyncIterator[bytes]:
+        current: list[Stop] = []
+        parts: Iterator[Any] | None = None
+
+        def next_part(stop: Stop) -> bytes | None:
+            nonlocal parts
+            current[:] = [stop]
+            if parts is None:
+                parts = catalog.stream(_decoded(request_name, data), lambda: current[0]())
+            part = next(parts, None)
+            return None if part is None else bytes(part.SerializeToString())
+
+        try:
+            with scans.stream():
+                part = await scans.run(next_part)
+                while part is not None:
+                    yield part
+                    part = await scans.run(next_part, admitted=True)
+            return
+        except Exception as error:
+            refusal = error
+        raise await _refused(method, refusal, context, damage_found)
+
+    return handle
+
+
+def _decoded(request_name: str, data: bytes) -> Any:
+    try:
+        return getattr(pb, request_name).FromString(data)
+    except DecodeError:
+        raise InvalidArgumentError(
+            f"the bytes are no {request_name}, or its filter is nested too deep",
+            reason="UNREADABLE",
+        ) from None
+
+
+async def _refused(
+    method: str,
+    error: Exception,
+    context: _Context,
+    damage_found: Callable[[], Awaitable[None]],
+) -> AssertionError:
+    """End the call with what the error tells its caller."""
+    if isinstance(error, EngineError):
+        refusal = error
+    else:
+        ticket = secrets.token_hex(4)
+        _LOG.error("%s failed [%s]", method, ticket, exc_info=error)
+        refusal = internal_error(ticket)
+    if isinstance(refusal, DataLossError):
+        _LOG.error("%s met a damaged index: %s", method, refusal)
+        await damage_found()
+    await abort(context, refusal)
+    return AssertionError("abort always raises")

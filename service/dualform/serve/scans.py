@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from dualform.engine.errors import ResourceExhaustedError
@@ -29,24 +30,24 @@ class ScanQueue:
         self._queued = queued
         self._running = asyncio.Semaphore(concurrent)
         self._waiting = 0
+        self._streams = 0
+        self._no_streams = asyncio.Event()
+        self._no_streams.set()
         self._pool = ThreadPoolExecutor(concurrent, thread_name_prefix="scan")
 
-    async def run(self, scan: Callable[[Stop], T]) -> T:
+    async def run(self, scan: Callable[[Stop], T], *, admitted: bool = False) -> T:
         """Run `scan(stop)` in a thread once it is its turn.
 
         Args:
             scan: Called with a function that returns True once the caller has given up.
+            admitted: Wait however long the queue is: part of an answer that `stream` let in.
 
         Raises:
             ResourceExhaustedError: The queue is full.
             asyncio.CancelledError: The caller gave up: its deadline passed or it went away.
         """
-        if self._running.locked() and self._waiting >= self._queued:
-            raise ResourceExhaustedError(
-                f"the server is busy: {self._concurrent} scans run and {self._waiting} wait; "
-                "ask again later, or raise limits.queued_scans in the server's configuration",
-                reason="QUEUE_FULL",
-            )
+        if not admitted and self._running.locked() and self._waiting >= self._queued:
+            raise _busy(f"{self._concurrent} scans run and {self._waiting} wait")
         self._waiting += 1
         try:
             await self._running.acquire()
@@ -61,8 +62,27 @@ class ScanQueue:
         finally:
             stop.set()
 
+    @contextmanager
+    def stream(self) -> Iterator[None]:
+        """While one answer is sent in parts; between its parts it holds no place.
+
+        Raises:
+            ResourceExhaustedError: As many are being sent as may run and wait.
+        """
+        if self._streams >= self._concurrent + self._queued:
+            raise _busy(f"{self._streams} answers are being sent in parts")
+        self._streams += 1
+        self._no_streams.clear()
+        try:
+            yield
+        finally:
+            self._streams -= 1
+            if self._streams == 0:
+                self._no_streams.set()
+
     async def drain(self) -> None:
         """Wait until no scan runs or waits, and take every place: nothing starts afterwards."""
+        await self._no_streams.wait()
         for _ in range(self._concurrent):
             await self._running.acquire()
 
@@ -77,3 +97,11 @@ class ScanQueue:
             # The loop ended before the thread did: nobody waits for its place any more.
             if not loop.is_closed():
                 raise
+
+
+def _busy(what: str) -> ResourceExhaustedError:
+    return ResourceExhaustedError(
+        f"the server is busy: {what}; ask again later, or raise limits.queued_scans in the "
+        "server's configuration",
+        reason="QUEUE_FULL",
+    )

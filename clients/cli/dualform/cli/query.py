@@ -1,4 +1,4 @@
-"""`dualform query top-k|sums|output`: one question, to a server or to an index on disk."""
+"""`dualform query QUESTION`: one question, to a server or to an index on disk."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dualform.cli.errors import CommandError
-from dualform.cli.output import cell, print_json, print_table
+from dualform.cli.output import Progress, cell, print_json, print_table
 
 if TYPE_CHECKING:
     import numpy as np
@@ -46,6 +46,10 @@ def add_to(commands: Any) -> None:
     profile = _question(kinds, "profile", _profile, "total attention weight over training steps")
     profile.add_argument("--bins", type=int, default=50, help="equal parts (default 50)")
     profile.add_argument("--absolute", action="store_true", help="sum absolute values")
+    weights = _question(kinds, "weights", _weights, "every attention weight, to a .npy file")
+    weights.add_argument(
+        "--out", required=True, type=Path, metavar="w.npy", help="float32 [n, rows] goes there"
+    )
     output = _question(kinds, "output", _output, "the dual output: initial part and contributions")
     output.add_argument("--at-step", type=int, metavar="S", help="the layer after S steps")
     output.add_argument("--group-by", metavar="COLUMN", help="each group's part alone")
@@ -63,7 +67,8 @@ def _question(kinds: Any, name: str, run: Any, what: str) -> argparse.ArgumentPa
     parser.add_argument(
         "--query", required=True, type=Path, metavar="q.npy", help="float32 [n, d_in]"
     )
-    parser.add_argument("--where", metavar="EXPR", help="such as 'label = 6 and step < 3000'")
+    if run is not _weights:
+        parser.add_argument("--where", metavar="EXPR", help="such as 'label = 6 and step < 3000'")
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="give up after so long")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run, parser=parser)
@@ -222,6 +227,46 @@ def _print_sums(options: argparse.Namespace, sums: SumsResult, title: str) -> in
     return 0
 
 
+def _weights(options: argparse.Namespace) -> int:
+    import numpy as np
+
+    queries = read_queries(options.query)
+    out: Path = options.out
+    with _client(options) as client:
+        layers = client.index(options.index, timeout=options.timeout).layers
+        if options.layer not in layers:
+            names = ", ".join(map(repr, layers))
+            raise CommandError(f"no layer {options.layer!r}; the layers are {names}")
+        shape = (len(queries), layers[options.layer].rows)
+        try:
+            # "x": nothing is overwritten.
+            open(out, "xb").close()
+        except FileExistsError:
+            raise CommandError(f"{out} is there already; name another file, or remove it") from None
+        except OSError as error:
+            raise CommandError(f"{out} can't be written: {error.strerror or error}") from None
+        done = False
+        try:
+            weights = np.lib.format.open_memmap(out, "w+", np.float32, shape)
+            with Progress("weights", "rows") as progress:
+                for chunk in client.stream_weights(
+                    options.layer, queries, index=options.index, timeout=options.timeout
+                ):
+                    end = chunk.start + chunk.weights.shape[1]
+                    weights[:, chunk.start : end] = chunk.weights
+                    progress(end, shape[1])
+            weights.flush()
+            done = True
+        finally:
+            if not done:
+                out.unlink()
+    if options.json:
+        print_json({"file": str(out), "shape": shape})
+    else:
+        print(f"{out}: float32 {list(shape)}")
+    return 0
+
+
 def _output(options: argparse.Namespace) -> int:
     queries = read_queries(options.query)
     with _client(options) as client:
@@ -240,6 +285,7 @@ def _output(options: argparse.Namespace) -> int:
                 "values": output.values,
                 "initial": output.initial,
                 "trained": output.trained,
+                "residual": output.residual,
                 "groups": output.groups,
                 "counts": output.counts,
                 "coverage": _coverage(output.coverage),
@@ -257,6 +303,8 @@ def _output(options: argparse.Namespace) -> int:
         else:
             for group, values in zip(output.groups, output.values[query], strict=True):
                 columns[f"{options.group_by} {_group(group)}"] = values
+            if output.residual is not None:
+                columns["residual"] = output.residual[query]
         print_table(list(columns), zip(*columns.values(), strict=True))
         print()
     _print_coverage(output.coverage)

@@ -21,7 +21,13 @@ from dualform.client._info import (
     LayerInfo,
     ServerLimits,
 )
-from dualform.client._results import Coverage, DualOutputResult, SumsResult, TopKResult
+from dualform.client._results import (
+    Coverage,
+    DualOutputResult,
+    SumsResult,
+    TopKResult,
+    WeightsChunk,
+)
 from dualform.client._retry import Retry
 from dualform.client._sync import Client
 from dualform.client.errors import (
@@ -64,6 +70,7 @@ __all__ = [
     "TopKResult",
     "UnavailableError",
     "UnimplementedError",
+    "WeightsChunk",
     "capture_queries",
     "dual_form",
     "parse_filter",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -11,7 +12,13 @@ from typing import Any, TypeVar
 from dualform.client._info import IndexInfo, IndexSummary
 from dualform.client._local import AsyncLocalTransport
 from dualform.client._questions import Pause, Plan, Questions
-from dualform.client._results import DualOutputResult, SumsResult, TopKResult
+from dualform.client._results import (
+    DualOutputResult,
+    SumsResult,
+    TopKResult,
+    WeightsChunk,
+    weights_of,
+)
 from dualform.client._retry import DEFAULT_RETRY, Retry
 from dualform.client._transport import AsyncGrpcTransport, AsyncTransport
 from dualform.client.errors import DualformError, FailedPreconditionError
@@ -138,6 +145,25 @@ class AsyncClient:
             self._questions.dual_output(layer, queries, where, at_step, group_by, index, timeout)
         )
 
+    def stream_weights(
+        self,
+        layer: str,
+        queries: object,
+        *,
+        index: str | None = None,
+        timeout: float | None = None,
+    ) -> AsyncIterator[WeightsChunk]:
+        """As `Client.stream_weights`; take the chunks with `async for`."""
+        plan = self._questions.stream_weights(layer, queries, index, timeout)
+
+        async def chunks() -> AsyncIterator[WeightsChunk]:
+            messages = await self._run(plan, self._opened)
+            async with aclosing(messages):
+                async for message in messages:
+                    yield weights_of(message)
+
+        return chunks()
+
     async def examples(
         self, ids: Iterable[object], *, index: str | None = None, timeout: float | None = None
     ) -> list[bytes | str | None]:
@@ -167,7 +193,23 @@ class AsyncClient:
         self._questions = questions
         self._closed = False
 
-    async def _run(self, plan: Plan[T]) -> T:
+    async def _opened(self, request: Any, timeout: float | None) -> AsyncGenerator[Any, None]:
+        """As `Client._opened`."""
+        messages = self._transport.stream(request, timeout)
+        first = await anext(messages, None)
+
+        async def all_of_them() -> AsyncGenerator[Any, None]:
+            async with aclosing(messages):
+                if first is not None:
+                    yield first
+                    async for message in messages:
+                        yield message
+
+        return all_of_them()
+
+    async def _run(
+        self, plan: Plan[T], call: Callable[[Any, float | None], Awaitable[Any]] | None = None
+    ) -> T:
         if self._closed:
             raise FailedPreconditionError("this client is closed; make a new one", reason="CLOSED")
         try:
@@ -178,7 +220,7 @@ class AsyncClient:
                     step = next(plan)
                     continue
                 try:
-                    response: Any = await self._transport.call(step.request, step.timeout)
+                    response = await (call or self._transport.call)(step.request, step.timeout)
                 except DualformError as error:
                     step = plan.throw(error)
                 else:

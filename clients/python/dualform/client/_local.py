@@ -7,9 +7,12 @@ process's thread settings as they are.
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import threading
 import time
+from collections.abc import AsyncGenerator, Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -62,21 +65,35 @@ class LocalTransport:
         self._changed = threading.Condition()
 
     def call(self, request: Message, timeout: float | None, given_up: Any = None) -> Any:
-        end = None if timeout is None else time.monotonic() + timeout
+        waiting = _Waiting(timeout, given_up)
+        with self._working(waiting):
+            return self._catalog.answer(request, stop=waiting.stop)
 
-        def stop() -> bool:
-            return (end is not None and time.monotonic() >= end) or bool(given_up)
+    def stream(
+        self, request: Message, timeout: float | None, given_up: Any = None
+    ) -> Generator[Any, None, None]:
+        waiting = _Waiting(timeout, given_up)
+        with self._working(waiting):
+            parts = self._catalog.stream(request, stop=waiting.stop)
+        while True:
+            with self._working(waiting):
+                part = next(parts, None)
+            if part is None:
+                return
+            yield part
 
+    @contextmanager
+    def _working(self, waiting: _Waiting) -> Iterator[None]:
         with self._changed:
             self._answering += 1
         try:
-            return self._catalog.answer(request, stop=stop)
+            yield
         except Exception as error:
             ours = _error_of(error)
-            if ours.code == "CANCELLED" and end is not None and time.monotonic() >= end:
+            if ours.code == "CANCELLED" and waiting.late:
                 raise DeadlineExceededError(
-                    f"no answer within {timeout:.3g} s; give a longer timeout=, or ask for less "
-                    "(fewer queries, a filter)"
+                    f"no answer within {waiting.timeout:.3g} s; give a longer timeout=, or ask for "
+                    "less (fewer queries, a filter)"
                 ) from None
             raise ours from error
         finally:
@@ -105,8 +122,36 @@ class AsyncLocalTransport:
             given_up.append(True)
             raise
 
+    async def stream(self, request: Message, timeout: float | None) -> AsyncGenerator[Any, None]:
+        given_up: list[bool] = []
+        parts = self._local.stream(request, timeout, given_up)
+        try:
+            while True:
+                part = await asyncio.to_thread(next, parts, None)
+                if part is None:
+                    return
+                yield part
+        finally:
+            given_up.append(True)
+
     async def close(self) -> None:
         await asyncio.to_thread(self._local.close)
+
+
+class _Waiting:
+    """How long a caller waits."""
+
+    def __init__(self, timeout: float | None, given_up: Any) -> None:
+        self.timeout = timeout
+        self._end = math.inf if timeout is None else time.monotonic() + timeout
+        self._given_up = given_up
+
+    @property
+    def late(self) -> bool:
+        return time.monotonic() >= self._end
+
+    def stop(self) -> bool:
+        return self.late or bool(self._given_up)
 
 
 def _name_of(path: Path) -> str:

@@ -205,6 +205,17 @@ class Questions:
         )
         return (yield from self._batches(request, restriction, queries, timeout, dual_output_of))
 
+    def stream_weights(
+        self, layer: str, queries: object, index: str | None, timeout: float | None
+    ) -> Plan[Any]:
+        """See Client.stream_weights: what to send; the response is the driver's business."""
+        request = pb.StreamWeightsRequest(
+            index=_name(index, "index"),
+            layer=_layer(layer),
+            queries=tensor_of(query_matrix(queries)),
+        )
+        return self._send(request, self._deadline(timeout))
+
     def examples(
         self, ids: Iterable[object], index: str | None, timeout: float | None
     ) -> Plan[list[bytes | str | None]]:

@@ -123,6 +123,19 @@ class SumsResult:
 
 
 @dataclass(frozen=True, eq=False)
+class WeightsChunk:
+    """Attention weights of consecutive rows.
+
+    Attributes:
+        start: The first row's id.
+        weights: float32 [n, m], of rows start to start + m - 1.
+    """
+
+    start: int
+    weights: npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, eq=False)
 class DualOutputResult:
     """The layer's output as initial part plus sum of contributions.
 
@@ -136,6 +149,10 @@ class DualOutputResult:
         groups: As in SumsResult; None without `group_by`.
         counts: int64 [groups]: rows per group; None without `group_by`.
         coverage: How many rows took part.
+        residual: float32 [n, d_out], with `group_by` and `at_step` and without a filter, where the
+            whole output starts from weights that training kept on the way: what float32 rounded
+            in training up to them. Whole = `initial` + the groups' parts + `residual`. None
+            otherwise: the parts add up without.
     """
 
     values: npt.NDArray[np.float32]
@@ -144,6 +161,7 @@ class DualOutputResult:
     groups: list[Any] | None
     counts: npt.NDArray[np.int64] | None
     coverage: Coverage
+    residual: npt.NDArray[np.float32] | None = None
 
     def to_pandas(self) -> pd.DataFrame:
         """A line per query (with `group_by`: per query and group), a column per output unit.
@@ -192,6 +210,11 @@ def sums_of(message: pb.SumsResponse) -> SumsResult:
     )
 
 
+def weights_of(message: pb.StreamWeightsResponse) -> WeightsChunk:
+    """From the wire."""
+    return WeightsChunk(message.start, array_of(message.weights))
+
+
 def dual_output_of(message: pb.DualOutputResponse) -> DualOutputResult:
     """From the wire."""
     values, grouped = array_of(message.values), message.HasField("groups")
@@ -204,6 +227,7 @@ def dual_output_of(message: pb.DualOutputResponse) -> DualOutputResult:
         groups=groups_of(message.groups, values.shape[1]) if grouped else None,
         counts=array_of(message.counts) if grouped else None,
         coverage=_coverage(message.coverage),
+        residual=array_of(message.residual) if message.HasField("residual") else None,
     )
 
 
@@ -225,7 +249,7 @@ def join(parts: Sequence[Result]) -> Result:
             reason="INDEX_CHANGED",
         )
     joined: dict[str, Any] = {}
-    for name in ("rows", "scores", "values", "initial", "trained"):
+    for name in ("rows", "scores", "values", "initial", "trained", "residual"):
         arrays = [getattr(part, name, None) for part in parts]
         present = [array for array in arrays if array is not None]
         if present:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -11,7 +12,13 @@ from typing import Any, TypeVar
 from dualform.client._info import IndexInfo, IndexSummary
 from dualform.client._local import LocalTransport
 from dualform.client._questions import Pause, Plan, Questions
-from dualform.client._results import DualOutputResult, SumsResult, TopKResult
+from dualform.client._results import (
+    DualOutputResult,
+    SumsResult,
+    TopKResult,
+    WeightsChunk,
+    weights_of,
+)
 from dualform.client._retry import DEFAULT_RETRY, Retry
 from dualform.client._transport import GrpcTransport, Transport
 from dualform.client.errors import DualformError, FailedPreconditionError
@@ -250,6 +257,41 @@ class Client:
             self._questions.dual_output(layer, queries, where, at_step, group_by, index, timeout)
         )
 
+    def stream_weights(
+        self,
+        layer: str,
+        queries: object,
+        *,
+        index: str | None = None,
+        timeout: float | None = None,
+    ) -> Iterator[WeightsChunk]:
+        """Every attention weight in row order, in chunks that come as they are taken.
+
+        Args:
+            layer: As in `model.named_modules()`.
+            queries: As for `top_k`, as many as one request may hold.
+            index: Its name; None where one is served.
+            timeout: Seconds for the whole stream, the time between chunks included.
+
+        Returns:
+            An iterator of chunks with `start`, the first row's id, and `weights`, float32 [n, m]:
+            the weights of rows start to start + m - 1. Closing it, or leaving a loop over it, gives
+            the rest up. The weights of a key that is not finite are not finite either.
+
+        Raises:
+            InvalidArgumentError, NotFoundError, ResourceExhaustedError: As for `top_k`; while the
+                chunks are taken.
+        """
+        plan = self._questions.stream_weights(layer, queries, index, timeout)
+
+        def chunks() -> Iterator[WeightsChunk]:
+            messages = self._run(plan, self._opened)
+            with closing(messages):
+                for message in messages:
+                    yield weights_of(message)
+
+        return chunks()
+
     def examples(
         self, ids: Iterable[object], *, index: str | None = None, timeout: float | None = None
     ) -> list[bytes | str | None]:
@@ -292,7 +334,20 @@ class Client:
         self._questions = questions
         self._closed = False
 
-    def _run(self, plan: Plan[T]) -> T:
+    def _opened(self, request: Any, timeout: float | None) -> Generator[Any, None, None]:
+        """An answer in parts whose first part is there, so that it can still be asked again."""
+        messages = self._transport.stream(request, timeout)
+        first = next(messages, None)
+
+        def all_of_them() -> Generator[Any, None, None]:
+            with closing(messages):
+                if first is not None:
+                    yield first
+                    yield from messages
+
+        return all_of_them()
+
+    def _run(self, plan: Plan[T], call: Callable[[Any, float | None], Any] | None = None) -> T:
         if self._closed:
             raise FailedPreconditionError("this client is closed; make a new one", reason="CLOSED")
         try:
@@ -303,7 +358,7 @@ class Client:
                     step = next(plan)
                     continue
                 try:
-                    response: Any = self._transport.call(step.request, step.timeout)
+                    response = (call or self._transport.call)(step.request, step.timeout)
                 except DualformError as error:
                     step = plan.throw(error)
                 else:

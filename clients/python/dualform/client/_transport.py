@@ -6,6 +6,7 @@ One small seam: everything above it is the same for all three.
 from __future__ import annotations
 
 import re
+from collections.abc import AsyncGenerator, Generator
 from typing import Any, Protocol
 
 import grpc
@@ -38,6 +39,9 @@ class Transport(Protocol):
     def call(self, request: Message, timeout: float | None) -> Any:
         """The response message. Raises DualformError; `timeout` in seconds, None for no limit."""
 
+    def stream(self, request: Message, timeout: float | None) -> Generator[Any, None, None]:
+        """The response messages of an answer in parts; closing it gives the rest up."""
+
     def close(self) -> None:
         """Gives back what is held."""
 
@@ -47,6 +51,9 @@ class AsyncTransport(Protocol):
 
     async def call(self, request: Message, timeout: float | None) -> Any:
         """As Transport.call."""
+
+    def stream(self, request: Message, timeout: float | None) -> AsyncGenerator[Any, None]:
+        """As Transport.stream."""
 
     async def close(self) -> None:
         """As Transport.close."""
@@ -66,6 +73,15 @@ class GrpcTransport:
         except grpc.RpcError as error:
             raise error_of(error, self._server) from None
 
+    def stream(self, request: Message, timeout: float | None) -> Generator[Any, None, None]:
+        call = getattr(self._stub, method_of(request))(request, timeout=timeout)
+        try:
+            yield from call
+        except grpc.RpcError as error:
+            raise error_of(error, self._server) from None
+        finally:
+            call.cancel()
+
     def close(self) -> None:
         self._channel.close()
 
@@ -79,13 +95,26 @@ class AsyncGrpcTransport:
         self._stub: Any = None
 
     async def call(self, request: Message, timeout: float | None) -> Any:
+        try:
+            return await self._method(request)(request, timeout=timeout)
+        except grpc.RpcError as error:
+            raise error_of(error, self._server) from None
+
+    async def stream(self, request: Message, timeout: float | None) -> AsyncGenerator[Any, None]:
+        call = self._method(request)(request, timeout=timeout)
+        try:
+            async for message in call:
+                yield message
+        except grpc.RpcError as error:
+            raise error_of(error, self._server) from None
+        finally:
+            call.cancel()
+
+    def _method(self, request: Message) -> Any:
         if self._channel is None:
             self._channel = grpc.aio.insecure_channel(self._server, options=_OPTIONS)
             self._stub = _stub(self._channel)
-        try:
-            return await getattr(self._stub, method_of(request))(request, timeout=timeout)
-        except grpc.RpcError as error:
-            raise error_of(error, self._server) from None
+        return getattr(self._stub, method_of(request))
 
     async def close(self) -> None:
         if self._channel is not None:
