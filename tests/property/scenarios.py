@@ -179,6 +179,7 @@ class Run:
         labels: int64 [EXAMPLES].
         initial_momentum: Copies of the loaded buffers by name; empty without.
         states: Copies of all parameters after 0, 1, ... steps, float32 by name.
+        buffers: Copies of their momentum buffers, likewise, as far as there are any.
         factors: Per step, what accumulated gradients were multiplied with, float64.
         took_part: Per step, the parameters that had a gradient.
     """
@@ -205,6 +206,7 @@ class Run:
         self.inputs = torch.randn(EXAMPLES, *middle, scenario.widths[0]) + 0.5
         self.labels = torch.randint(0, CLASSES, (EXAMPLES,))
         self.states = [self._state()]
+        self.buffers = [self._buffers()]
         self.factors: list[float] = []
         self.took_part: list[frozenset[str]] = []
 
@@ -238,6 +240,7 @@ class Run:
             self.optimizer.step()
             layer.requires_grad_(True)
             self.states.append(self._state())
+            self.buffers.append(self._buffers())
 
     def _backward(self, batch: tuple[int, ...], of: int) -> None:
         examples = torch.tensor(batch)
@@ -264,6 +267,11 @@ class Run:
 
     def _state(self) -> dict[str, np.ndarray]:
         return {name: p.detach().numpy().copy() for name, p in self.model.named_parameters()}
+
+    def _buffers(self) -> dict[str, np.ndarray]:
+        own = {n: self.optimizer.state[p] for n, p in self.model.named_parameters()}
+        found = {name: state.get("momentum_buffer") for name, state in own.items()}
+        return {n: buffer.numpy().copy() for n, buffer in found.items() if buffer is not None}
 
 
 def _each(

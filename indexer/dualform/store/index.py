@@ -70,6 +70,9 @@ class IndexLayer:
     Attributes:
         directions: .npy file, float32 [m, d_in], the P of its sketches, or None without any.
         states: After so many steps, ascending: weight, bias and momentum buffers, as in `initial`.
+        rebuilt: Safetensors file, float64 by parameter: what all rows add up to with the trained
+            layer's coefficients, sum c_t e_t (x) x_t and, for the bias, sum c'_t e_t. None where
+            the layer has a mark or no values, or where that is not finite.
     """
 
     name: str
@@ -86,6 +89,7 @@ class IndexLayer:
     final: FileEntry | None
     states: tuple[tuple[int, FileEntry], ...]
     shards: tuple[LayerShard, ...]
+    rebuilt: FileEntry | None = None
 
 
 @dataclass(frozen=True)
@@ -264,6 +268,7 @@ def _layer(data: dict[str, Any]) -> IndexLayer:
             )
             for s in data["shards"]
         ),
+        rebuilt=_entry(data.get("rebuilt")),
     )
 
 

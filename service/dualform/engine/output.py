@@ -8,7 +8,7 @@ because contributions cancel: a float32 sum over a tile's rows loses up to a hun
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,6 +16,7 @@ import torch
 
 from dualform.engine.groups import tile_runs
 from dualform.engine.shards import Stop, Tile
+from dualform.engine.states import State, product
 from dualform.engine.weights import needs_float64, tile_weights
 from dualform.store.grouping import Grouping
 from dualform.store.index import IndexLayer
@@ -40,6 +41,12 @@ class LayerCoefficients:
     bias: Coefficients | None
     start: int = 0
 
+    def without_rows(self) -> LayerCoefficients:
+        """Only what the state at `start` counts."""
+        none = np.zeros(0)
+        bias = None if self.bias is None else replace(self.bias, c=none)
+        return LayerCoefficients(replace(self.weight, c=none), bias, self.start)
+
 
 def layer_coefficients(
     ledger: Ledger, layer: IndexLayer, at_step: int, start: int = 0
@@ -53,10 +60,7 @@ def layer_coefficients(
 
 
 def initial_part(
-    layer: IndexLayer,
-    state: Mapping[str, np.ndarray],
-    coefficients: LayerCoefficients,
-    queries: torch.Tensor,
+    layer: IndexLayer, state: State, coefficients: LayerCoefficients, queries: torch.Tensor
 ) -> np.ndarray:
     """What the weight, bias and momentum buffers of a state left behind: float64 [n, d_out].
 
@@ -66,21 +70,27 @@ def initial_part(
         coefficients: After how many steps.
         queries: float32 [n, d_in].
     """
-    weight = left_behind(state, layer.weight, coefficients.weight)
-    out = queries.double().numpy() @ weight.T
+    wide = queries.double()
+    own = coefficients.weight
+    out = own.p * product(wide, state[layer.weight])
+    momentum = state.get(f"momentum:{layer.weight}")
+    if momentum is not None:
+        out += own.r * product(wide, momentum)
     if layer.bias is not None and coefficients.bias is not None:
-        out += left_behind(state, layer.bias, coefficients.bias)
-    return np.asarray(out)
+        own = coefficients.bias
+        out += own.p * state[layer.bias].double()
+        momentum = state.get(f"momentum:{layer.bias}")
+        if momentum is not None:
+            out += own.r * momentum.double()
+    return np.asarray(out.numpy())
 
 
-def plain_output(
-    layer: IndexLayer, state: Mapping[str, np.ndarray], queries: torch.Tensor
-) -> np.ndarray:
-    """W x + b by stored weights: float64 [n, d_out]."""
-    out = queries.double().numpy() @ state[layer.weight].astype(np.float64).T
+def plain_output(layer: IndexLayer, state: State, queries: torch.Tensor) -> np.ndarray:
+    """W x + b by stored tensors: float64 [n, d_out]."""
+    out = product(queries.double(), state[layer.weight])
     if layer.bias is not None:
-        out += state[layer.bias].astype(np.float64)
-    return np.asarray(out)
+        out += state[layer.bias].double()
+    return np.asarray(out.numpy())
 
 
 def rows_part(
@@ -191,6 +201,7 @@ def row_coefficients(
 def left_behind(
     state: Mapping[str, np.ndarray], parameter: str, coefficients: Coefficients
 ) -> np.ndarray:
+    """What one parameter and its momentum buffer left behind: float64, the parameter's shape."""
     out = coefficients.p * state[parameter].astype(np.float64)
     momentum = state.get(f"momentum:{parameter}")
     if momentum is not None:
