@@ -165,6 +165,10 @@ def cold(memory: Memory) -> dict[str, Any]:
         for strategy, run in asked.items():
             forget(index, memory.layer)
             result[f"{strategy}_bytes"] = bytes_read(run)
+        forget(index, memory.layer)
+        asked["certified"]()
+        forget(index, memory.layer, sketches=False)
+        result["certified_bytes_with_sketches_in_memory"] = bytes_read(asked["certified"])
     return result
 
 

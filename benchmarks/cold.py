@@ -14,13 +14,18 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 _MADV_DONTNEED = 4
 
 
-def forget(index: Index, layer: str) -> None:
+def forget(index: Index, layer: str, *, sketches: bool = True) -> None:
     """Drop the layer's mapped files from this process and from the page cache.
+
+    Args:
+        index: Open.
+        layer: Whose keys and values.
+        sketches: Drop its sketches too.
 
     Raises:
         OSError: The kernel refuses.
     """
-    for path, address, size in _mapped(index, layer):
+    for path, address, size in _mapped(index, layer, sketches):
         start = address - address % mmap.PAGESIZE
         length = address + size - start
         if _LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_DONTNEED) != 0:
@@ -44,9 +49,9 @@ def _read_bytes() -> int:
     raise RuntimeError("/proc/self/io has no read_bytes")
 
 
-def _mapped(index: Index, layer: str) -> Iterator[tuple[Path, int, int]]:
+def _mapped(index: Index, layer: str, sketches: bool) -> Iterator[tuple[Path, int, int]]:
     for shard in index.layers[layer].shards:
-        for file in (shard.keys, shard.values, shard.sketch):
+        for file in (shard.keys, shard.values, shard.sketch if sketches else None):
             if file is not None:
                 rows = file.rows()
                 yield file.path, rows.data_ptr(), rows.numel() * 4
