@@ -138,7 +138,7 @@ def test_only_what_lies_after_the_state_is_read(trained: Trained, tmp_path: Path
             expected = sound.dual_output("0", queries("0"), at_step=step)
             assert np.array_equal(found.values, expected.values)
         with pytest.raises(DataLossError, match=r"000000\.keys\.faiss"):
-            index.dual_output("0", queries("0"))
+            index.dual_output("0", queries("0"), strategy="scan")
 
 
 def test_a_trained_layer_is_the_sum_of_all_rows(trained: Trained, tmp_path: Path) -> None:
@@ -147,9 +147,13 @@ def test_a_trained_layer_is_the_sum_of_all_rows(trained: Trained, tmp_path: Path
     for step in states(own):
         flip(own.path / f"layers/0/states-{step}.safetensors")
     with Index.open(own.path, device="cpu") as index, Index.open(trained.path) as sound:
-        found, expected = (i.dual_output("0", queries("0")) for i in (index, sound))
+        found, expected, scan = (
+            i.dual_output("0", queries("0"), strategy=strategy)
+            for i, strategy in ((index, "auto"), (sound, "auto"), (index, "scan"))
+        )
         assert np.array_equal(found.values, expected.values)
         assert found.trained is not None
+        assert np.linalg.norm(found.values - scan.values) <= 1e-6 * np.linalg.norm(scan.values)
         error = np.linalg.norm(found.values - found.trained)
         assert error <= 1e-5 * np.linalg.norm(found.trained)
 

@@ -231,7 +231,7 @@ def test_a_caller_who_gave_up_stops_the_scan(index: Index, arrays: dict[str, np.
 
     for ask in (
         lambda: index.sums("fc", arrays["queries"], "user", stop=stop),
-        lambda: index.dual_output("fc", arrays["queries"], stop=lambda: True),
+        lambda: index.dual_output("fc", arrays["queries"], strategy="scan", stop=lambda: True),
         lambda: index.top_k("fc", arrays["queries"], 5, order="absolute", stop=lambda: True),
         lambda: index.top_k("fc", arrays["queries"], 5, stop=lambda: True),
     ):

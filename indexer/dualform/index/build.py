@@ -5,7 +5,8 @@ pass, put in the order of the shard's sidecar and written with their digest. Mem
 the shard (two buffers of its bytes), whatever the recording's length.
 
 Of two threads beside, one asks for the next shard's part of the recording to be read, the other
-works out what the engine must know of the keys, while this one copies.
+works out what the engine must know of the keys, and with the values what the rows add up to, while
+this one copies.
 
 Everything is written below a hidden directory beside the target and renamed at the end: a build
 that was killed leaves no index, and the next one starts afresh.
@@ -32,6 +33,7 @@ import pyarrow.parquet as pq
 from safetensors.numpy import save as save_safetensors
 
 from dualform.index.key_facts import KeyFacts
+from dualform.index.row_sum import RowSum
 from dualform.index.shards import ShardFile, ShardWriter
 from dualform.index.sketch import MIN_D_IN, SAMPLE_ROWS, leading_directions, sketch
 from dualform.store.errors import ExistsError, NoSpaceError
@@ -55,8 +57,8 @@ SHARD_ROWS = 65_536
 SHARD_BYTES = 256 << 20
 """Bytes of a shard's file at most: where rows are wide, a shard has fewer. The build holds two."""
 
-_STUDY_AHEAD = 16
-"""Passes of keys that may wait for their sketches."""
+_AHEAD = 16
+"""Passes that may wait for their sketches, or to be added up."""
 
 Progress = Callable[[int, int], None]
 
@@ -195,6 +197,7 @@ class _Build:
         self._progress = progress
         self._spaces = _row_spaces(source)
         self._directions: dict[str, np.ndarray | None] = {}
+        self._row_sums: dict[str, RowSum] = {}
         self._asked_for = -1
         self._done = 0
         self.nbytes = sum(
@@ -212,6 +215,7 @@ class _Build:
             (self._directory / layer_directory(name)).mkdir(parents=True)
         layers = self._source.manifest.layers
         self._directions = {name: self._find_directions(layer) for name, layer in layers.items()}
+        self._row_sums = self._start_row_sums()
         pending: dict[str, list[_PendingShard]] = {name: [] for name in layers}
         with (
             ShardWriter(self._directory, self._largest_file()) as writer,
@@ -293,13 +297,13 @@ class _Build:
             sketches = np.empty((stop - start, len(directions) + 1), np.float32)
         stem = f"{layer_directory(layer.name)}/{len(space.shards) - 1:06}"
 
-        def pieces(d: int, *, values: bool) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        def pieces(*, values: bool) -> Iterator[tuple[PassRecord, np.ndarray, np.ndarray]]:
             records = self._source.passes(layer.name)
             for i in space.passes_in(start, stop):
                 begin = int(space.starts[i])
                 first, last = max(begin, start), min(int(space.starts[i + 1]), stop)
-                rows = self._read(records[i], d, values=values)[first - begin : last - begin]
-                yield positions[first - start : last - start], rows
+                rows = self._read(records[i], layer, values=values)[first - begin : last - begin]
+                yield records[i], positions[first - start : last - start], rows
                 self._advance(rows.nbytes)
 
         def study(where: np.ndarray, rows: np.ndarray) -> None:
@@ -308,25 +312,30 @@ class _Build:
                 sketches[where] = sketch(rows, directions)
 
         def fill_keys(file: ShardFile) -> None:
-            waiting: deque[Future[None]] = deque()
-            with ThreadPoolExecutor(1, "dualform-study-keys") as beside:
-                for where, rows in pieces(layer.d_in, values=False):
-                    waiting.append(beside.submit(study, where, rows))
+            with _Beside() as beside:
+                for _, where, rows in pieces(values=False):
+                    beside.submit(study, where, rows)
                     file.put(where, rows)
-                    if len(waiting) > _STUDY_AHEAD:
-                        waiting.popleft().result()
-            for future in waiting:
-                future.result()
 
         def fill_values(file: ShardFile) -> None:
-            for where, rows in pieces(layer.d_out, values=True):
-                file.put(where, rows)
+            row_sum = self._row_sums.get(layer.name)
+
+            def add(step: int, where: np.ndarray, rows: np.ndarray) -> None:
+                assert row_sum is not None
+                row_sum.add(step, keys_file.take(where), rows)
+
+            with _Beside() as beside:
+                for record, where, rows in pieces(values=True):
+                    if row_sum is not None:
+                        beside.submit(add, record.step, where, rows)
+                    file.put(where, rows)
 
         rows = stop - start
-        keys = writer.keys(f"{stem}.keys.faiss", rows, layer.d_in, fill_keys)
+        keys_file, keys = writer.keys(f"{stem}.keys.faiss", rows, layer.d_in, fill_keys)
         values = None
         if self._values:
             values = writer.values(f"{stem}.values.npy", rows, layer.d_out, fill_values)
+        keys_file.let_go()
         entry = None if sketches is None else self._write_array(f"{stem}.sketch.npy", sketches)
         sums = None
         if facts.sums is not None:
@@ -351,9 +360,29 @@ class _Build:
         for i in np.random.default_rng(0).permutation(len(records)):
             if rows >= SAMPLE_ROWS:
                 break
-            sample.append(self._read(records[i], layer.d_in, values=False)[:SAMPLE_ROWS])
+            sample.append(self._read(records[i], layer, values=False)[:SAMPLE_ROWS])
             rows += len(sample[-1])
         return leading_directions(sample) if sample else None
+
+    def _start_row_sums(self) -> dict[str, RowSum]:
+        """Of the layers whose trained output is exact."""
+        if not self._values:
+            return {}
+        ledger, steps = self._source.ledger(), self._source.steps
+        return {
+            name: RowSum(
+                layer,
+                ledger.coefficients(layer.weight, steps),
+                None if layer.bias is None else ledger.coefficients(layer.bias, steps),
+            )
+            for name, layer in self._source.manifest.layers.items()
+            if not self._source.marks.get(name)
+        }
+
+    def _write_row_sum(self, spec: LayerSpec) -> FileEntry | None:
+        own = self._row_sums.get(spec.name)
+        total = None if own is None else own.result()
+        return None if total is None else self._write_state(spec, "rebuilt", total)
 
     def _write_array(self, name: str, array: np.ndarray) -> FileEntry:
         sink = io.BytesIO()
@@ -361,8 +390,8 @@ class _Build:
         entry = write_atomic(self._directory / name, sink.getvalue())
         return FileEntry(name, entry.bytes, entry.xxh3)
 
-    def _read(self, record: PassRecord, d: int, *, values: bool) -> np.ndarray:
-        out = np.empty((record.rows, d), "<f4")
+    def _read(self, record: PassRecord, layer: LayerSpec, *, values: bool) -> np.ndarray:
+        out = np.empty((record.rows, layer.d_out if values else layer.d_in), "<f4")
         read = self._source.read_values if values else self._source.read_keys
         read(record, out.reshape(-1).view(np.uint8))
         return out
@@ -400,6 +429,7 @@ class _Build:
                     final=None if final is None else self._write_state(spec, "final", final),
                     states=tuple(states[name]),
                     shards=shards[name],
+                    rebuilt=self._write_row_sum(spec),
                 )
         manifest = IndexManifest(
             steps=source.steps,
@@ -449,6 +479,31 @@ class _Build:
             os.fsync(file.fileno())
             data = file.read()
         return FileEntry(path.name, len(data), digest(data))
+
+
+class _Beside:
+    """A thread that works through what is handed to it, a few passes behind at most.
+
+    Leaving it as a context manager waits for it, and raises what it raised.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "dualform-study")
+        self._waiting: deque[Future[None]] = deque()
+
+    def submit(self, work: Callable[..., None], *arguments: object) -> None:
+        self._waiting.append(self._thread.submit(work, *arguments))
+        if len(self._waiting) > _AHEAD:
+            self._waiting.popleft().result()
+
+    def __enter__(self) -> _Beside:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=kind is not None)
+        if kind is None:
+            for future in self._waiting:
+                future.result()
 
 
 def _row_spaces(source: Recording) -> list[_Space]:

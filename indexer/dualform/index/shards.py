@@ -1,7 +1,8 @@
 """Shard files as they are filled and written: rows scattered into place, hashed, written directly.
 
 A file is put together in one page-aligned buffer and written by a thread of its own, so that
-hashing and writing overlap with filling the next file. Direct I/O, where the file system has it,
+hashing and writing overlap with filling the next file. The buffer goes to another file once this
+one is written and nobody reads it any more. Direct I/O, where the file system has it,
 costs a small part of the CPU time of buffered writes and leaves the page cache alone.
 """
 
@@ -11,6 +12,7 @@ import errno
 import mmap
 import os
 import queue
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -34,10 +36,16 @@ class ShardFile:
         rows: Number of rows.
         d: Floats per row.
         memory: Page-aligned buffer for the whole file.
+        free: Takes the buffer once it was let go of twice: by the writer and by the reader.
     """
 
-    def __init__(self, header: bytes, rows: int, d: int, memory: mmap.mmap) -> None:
+    def __init__(
+        self, header: bytes, rows: int, d: int, memory: mmap.mmap, free: queue.Queue[mmap.mmap]
+    ) -> None:
         self._memory = memory
+        self._free = free
+        self._users = 2
+        self._lock = threading.Lock()
         self._bytes = len(header) + rows * d * 4
         memory[: len(header)] = header
         floats = np.frombuffer(memory, np.uint8, rows * d * 4, offset=len(header))
@@ -47,6 +55,18 @@ class ShardFile:
     def put(self, positions: np.ndarray, rows: np.ndarray) -> None:
         """Copy rows, float32 [n, d] and contiguous, to these positions."""
         self._rows[positions] = rows.reshape(-1).view(self._rows.dtype)
+
+    def take(self, positions: np.ndarray) -> np.ndarray:
+        """Rows that were put, float32 [n, d]; until the reader lets go."""
+        rows: np.ndarray = self._rows[positions].view(np.float32)
+        return rows.reshape(len(positions), -1)
+
+    def let_go(self) -> None:
+        """Called by the writer when the file is written, and once by who reads what was put."""
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                self._free.put(self._memory)
 
     def write(self, directory: Path, name: str) -> FileEntry:
         """Write and fsync the file.
@@ -90,30 +110,35 @@ class ShardWriter:
 
     def keys(
         self, name: str, rows: int, d: int, fill: Callable[[ShardFile], None]
-    ) -> Future[FileEntry]:
-        """Fill a keys file, then write it in the background; its entry is the future's result."""
+    ) -> tuple[ShardFile, Future[FileEntry]]:
+        """Fill a keys file, then write it in the background.
+
+        Returns:
+            The file, to be read and then let go of, and the future of its entry.
+        """
         return self._fill(name, faiss_header(d, rows), rows, d, fill)
 
     def values(
         self, name: str, rows: int, d: int, fill: Callable[[ShardFile], None]
     ) -> Future[FileEntry]:
-        """Likewise a values file."""
-        return self._fill(name, npy_header(rows, d), rows, d, fill)
+        """Likewise a values file, which nobody reads."""
+        file, written = self._fill(name, npy_header(rows, d), rows, d, fill)
+        file.let_go()
+        return written
 
     def _fill(
         self, name: str, header: bytes, rows: int, d: int, fill: Callable[[ShardFile], None]
-    ) -> Future[FileEntry]:
-        memory = self._free.get()
-        file = ShardFile(header, rows, d, memory)
+    ) -> tuple[ShardFile, Future[FileEntry]]:
+        file = ShardFile(header, rows, d, self._free.get(), self._free)
         fill(file)
 
         def write() -> FileEntry:
             try:
                 return file.write(self._directory, name)
             finally:
-                self._free.put(memory)
+                file.let_go()
 
-        return self._thread.submit(write)
+        return file, self._thread.submit(write)
 
 
 def _round_up(size: int) -> int:

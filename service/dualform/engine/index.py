@@ -434,18 +434,18 @@ class Index:
         return output.layer_coefficients(self._ledger, self.layer(layer).manifest, at_step)
 
     def state(
-        self, layer: str, which: Literal["initial", "final"] | int
+        self, layer: str, which: Literal["initial", "final", "rebuilt"] | int
     ) -> dict[str, np.ndarray] | None:
         """A layer's stored tensors: weight, bias, momentum buffers; None where there are none.
 
         Args:
             layer: Its name.
-            which: Before the first step, after the last, or a stored state by its step.
+            which: Before the first step, after the last, or a stored state by its step; "rebuilt"
+                is what the rows add up to in the trained layer, float64.
         """
         own = self.layer(layer).manifest
-        entry = own.initial if which == "initial" else own.final
-        if isinstance(which, int):
-            entry = dict(own.states).get(which)
+        ends = {"initial": own.initial, "final": own.final, "rebuilt": own.rebuilt}
+        entry = dict(own.states).get(which) if isinstance(which, int) else ends[which]
         with self._guarded():
             if entry is None:
                 return None

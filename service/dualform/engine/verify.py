@@ -1,8 +1,8 @@
 """Verification: does what was recorded rebuild the trained weights?
 
 Per layer, in float64: W_T' = p W_0 + r m_0 + sum_t c_t E_t from the ledger's coefficients and the
-rows' outer products, compared with the stored W_T; and every state stored on the way against the
-rows since the one before it. All files are hashed on the way.
+rows' outer products, compared with the stored W_T; the stored sum of the rows compared with theirs;
+and every state stored on the way against the rows since the one before it. All files are hashed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from dualform.engine.errors import DataLossError
 from dualform.engine.index import Index, Layer
 from dualform.engine.intervals import IntervalCheck
-from dualform.engine.output import left_behind, rebuild
+from dualform.engine.output import LayerCoefficients, left_behind, rebuild, row_coefficients
 from dualform.engine.shards import Tile
 from dualform.store.errors import DamagedError
 from dualform.store.files import FileEntry, check_digest
@@ -27,6 +27,9 @@ from dualform.store.ledger import InexactMark
 
 TOLERANCE = 1e-4
 """Relative error up to which weights count as rebuilt: training rounds in float32 at every step."""
+
+SUM_TOLERANCE = 1e-6
+"""Of the sum of the terms' lengths, how far the stored sum of the rows may be off: rule 4."""
 
 
 @dataclass(frozen=True)
@@ -180,21 +183,23 @@ def _verify_layer(index: Index, layer: Layer, advance: Callable[[int], None]) ->
         advance(len(tile.positions))
 
     weight_error = bias_error = None
+    faults = []
     wanted = layer.space.steps < check.last_step
-    if whole:
-        weight_error, bias_error = _rebuild(index, layer, watch)
+    everything = own.values and first_mark is None
+    if everything:
+        weight_error, bias_error, off = _rebuild(index, layer, watch)
+        if not all(error is None or error <= TOLERANCE for error in (weight_error, bias_error)):
+            faults.append(f"the rows do not rebuild the weights to {TOLERANCE:g}")
+        faults += [f"the stored sum of the rows is not theirs: {name} is off" for name in off]
     elif own.values and check.last_step > 0:
         for shard in layer.shards:
             inside = wanted[shard.start : shard.start + shard.rows]
             for tile in shard.tiles(inside, 1, values=True):
                 watch(tile)
-    if not whole:
+    if not everything:
         advance(layer.rows - (int(np.count_nonzero(wanted)) if own.values else 0))
     if own.values:
         check.finish()
-    faults = []
-    if not all(error is None or error <= TOLERANCE for error in (weight_error, bias_error)):
-        faults.append(f"the rows do not rebuild the weights to {TOLERANCE:g}")
     if check.bad is not None:
         faults.append(
             f"steps {check.bad.first} to {check.bad.last} do not add up: {check.bad.what} is off "
@@ -215,22 +220,59 @@ def _verify_layer(index: Index, layer: Layer, advance: Callable[[int], None]) ->
 
 def _rebuild(
     index: Index, layer: Layer, watch: Callable[[Tile], None]
-) -> tuple[float, float | None]:
-    """Errors of the weight and the bias, rebuilt from the initial state and all rows."""
+) -> tuple[float | None, float | None, list[str]]:
+    """Rebuild the weight and the bias from the initial state and all rows.
+
+    Returns:
+        Their errors, None without final weights, and the parameters of which the stored sum of the
+        rows is not what it must be.
+    """
     own = layer.manifest
-    initial, final = index.state(own.name, "initial"), index.state(own.name, "final")
-    assert initial is not None
-    assert final is not None
     coefficients = index.ledger_coefficients(own.name, index.steps)
     everything = np.ones(layer.rows, bool)
+    terms = np.zeros(2)
+
+    def add(tile: Tile) -> None:
+        watch(tile)
+        terms[:] += _lengths(layer, coefficients, tile)
+
     device = torch.device("cpu")
-    weight, bias = rebuild(layer, coefficients, None, everything, device, watch=watch)
-    rebuilt = left_behind(initial, own.weight, coefficients.weight) + weight[0].numpy()
+    weight, bias = rebuild(layer, coefficients, None, everything, device, watch=add)
+    sums = {own.weight: weight[0].numpy()}
+    if own.bias is not None and bias is not None:
+        sums[own.bias] = bias[0].numpy()
+    stored = index.state(own.name, "rebuilt")
+    off = [
+        name
+        for (name, total), size in zip(sums.items(), terms, strict=False)
+        if stored is not None and not _agree(stored.get(name), total, size)
+    ]
+    initial, final = index.state(own.name, "initial"), index.state(own.name, "final")
+    assert initial is not None
+    if final is None:
+        return None, None, off
+    rebuilt = left_behind(initial, own.weight, coefficients.weight) + sums[own.weight]
     weight_error = _relative(rebuilt, final[own.weight], initial[own.weight])
-    if own.bias is None or bias is None or coefficients.bias is None:
-        return weight_error, None
-    rebuilt = left_behind(initial, own.bias, coefficients.bias) + bias[0].numpy()
-    return weight_error, _relative(rebuilt, final[own.bias], initial[own.bias])
+    if own.bias is None or coefficients.bias is None:
+        return weight_error, None, off
+    rebuilt = left_behind(initial, own.bias, coefficients.bias) + sums[own.bias]
+    return weight_error, _relative(rebuilt, final[own.bias], initial[own.bias]), off
+
+
+def _lengths(layer: Layer, coefficients: LayerCoefficients, tile: Tile) -> tuple[float, float]:
+    """Of a tile's terms: |c| |e| |x| of the weight, |c'| |e| of the bias, added up."""
+    assert tile.values is not None
+    of_weight, of_bias = row_coefficients(layer, coefficients, tile.positions, tile.keys.device)
+    values = torch.linalg.vector_norm(tile.values, dim=1).double()
+    keys = torch.linalg.vector_norm(tile.keys, dim=1).double()
+    bias = 0.0 if of_bias is None else float(of_bias.abs() @ values)
+    return float((of_weight.abs() * keys) @ values), bias
+
+
+def _agree(stored: np.ndarray | None, total: np.ndarray, terms: float) -> bool:
+    if stored is None or stored.shape != total.shape:
+        return False
+    return bool(np.linalg.norm(stored - total) <= SUM_TOLERANCE * terms)
 
 
 def _relative(rebuilt: np.ndarray, final: np.ndarray, initial: np.ndarray) -> float:

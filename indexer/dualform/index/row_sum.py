@@ -1,0 +1,73 @@
+"""What a layer's rows add up to with the trained layer's coefficients (docs/decisions/0008).
+
+    sum c_t e_t (x) x_t    and, for the bias,    sum c'_t e_t
+
+Rows are multiplied in float32, few at a time, and the products added in float64: contributions
+cancel, so that what one long float32 sum loses is large beside the result.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dualform.store.ledger import Coefficients
+from dualform.store.recording import LayerSpec
+
+TILE_ROWS = 128
+"""Rows of one float32 product; fewer passes wait for one another."""
+
+
+class RowSum:
+    """Takes a layer's rows in any order; memory is three weights' in float32.
+
+    Args:
+        layer: Whose rows.
+        weight: Of every step, for the layer after the last.
+        bias: Likewise; None without a bias.
+    """
+
+    def __init__(self, layer: LayerSpec, weight: Coefficients, bias: Coefficients | None) -> None:
+        self._layer = layer
+        self._of_weight, self._of_bias = weight.c, None if bias is None else bias.c
+        self._weight = np.zeros((layer.d_out, layer.d_in))
+        self._bias = np.zeros(layer.d_out)
+        self._product = np.empty((layer.d_out, layer.d_in), np.float32)
+        self._waiting: list[tuple[np.ndarray, np.ndarray]] = []
+
+    def add(self, step: int, keys: np.ndarray, values: np.ndarray) -> None:
+        """Take rows of one step.
+
+        Args:
+            step: Its number.
+            keys: float32 [n, d_in]; kept until a tile is full.
+            values: float32 [n, d_out].
+        """
+        with np.errstate(all="ignore"):  # what is not finite leaves no sum, and no word
+            if self._of_bias is not None:
+                self._bias += self._of_bias[step] * values.sum(axis=0, dtype=np.float64)
+            scaled = values * np.float32(self._of_weight[step])
+        for first in range(0, len(keys), TILE_ROWS):
+            own = slice(first, first + TILE_ROWS)
+            if sum(len(keys) for keys, _ in self._waiting) + len(keys[own]) > TILE_ROWS:
+                self._multiply()
+            self._waiting.append((keys[own], scaled[own]))
+
+    def result(self) -> dict[str, np.ndarray] | None:
+        """The sums, float64, by parameter; None where one is not finite."""
+        self._multiply()
+        found: dict[str, np.ndarray] = {self._layer.weight: self._weight}
+        if self._layer.bias is not None:
+            found[self._layer.bias] = self._bias
+        return found if all(np.isfinite(own).all() for own in found.values()) else None
+
+    def _multiply(self) -> None:
+        if not self._waiting:
+            return
+        keys, values = (
+            parts[0] if len(parts) == 1 else np.concatenate(parts)
+            for parts in zip(*self._waiting, strict=True)
+        )
+        self._waiting.clear()
+        with np.errstate(all="ignore"):
+            np.matmul(values.T, keys, out=self._product)
+            self._weight += self._product
