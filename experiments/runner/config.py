@@ -95,6 +95,23 @@ class Masks:
 
 
 @dataclass(frozen=True)
+class Figure:
+    """A test image whose figures are drawn.
+
+    Attributes:
+        name: Leads the files' names.
+        task: Its data set.
+        label: Its label; the first such test image that the model classifies rightly.
+        astray: Instead the image that masks found to be led astray.
+    """
+
+    name: str
+    task: str
+    label: int
+    astray: bool = False
+
+
+@dataclass(frozen=True)
 class Study:
     """One study: a network, its training, and the questions.
 
@@ -104,7 +121,7 @@ class Study:
         seeds: One run each.
         variants: Optimizer settings by name; each is trained, indexed and asked on its own.
         verify: Whether `dualform index verify` is run on each index.
-        ask, votes, masks: Questions; None where the study does not ask them.
+        ask, votes, masks, figures: Questions; None where the study does not ask them.
     """
 
     name: str
@@ -117,6 +134,7 @@ class Study:
     ask: Ask | None = None
     votes: Votes | None = None
     masks: Masks | None = None
+    figures: tuple[Figure, ...] | None = None
 
     @property
     def steps(self) -> int:
@@ -220,6 +238,15 @@ def _check(study: Study, path: str) -> None:
             raise ConfigError(f"{path}: masks.misled is a label, 0 to 9")
         if any(not 0 <= step <= study.steps for step in study.masks.sweep):
             raise ConfigError(f"{path}: masks.sweep holds steps from 0 to {study.steps}")
+
+    for figure in study.figures or ():
+        where = f"{path}: figures: {figure.name}"
+        if not figure.name.isidentifier():
+            raise ConfigError(f"{where}: name leads files: letters, digits and _ only")
+        if figure.task not in study.tasks:
+            raise ConfigError(f"{where}: task must be one of {', '.join(study.tasks)}")
+        if figure.astray and study.masks is None:
+            raise ConfigError(f"{where}: astray needs masks")
 
 
 def _at_least(least: int, value: int, where: str) -> None:

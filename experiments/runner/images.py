@@ -96,6 +96,8 @@ def split() -> tuple[np.ndarray, np.ndarray]:
 def joined(parts: Iterable[Images]) -> Images:
     """Several sets as one, in this order."""
     sets = list(parts)
+    if len(sets) == 1:
+        return sets[0]
     return Images(
         torch.cat([each.inputs for each in sets]),
         torch.cat([each.labels for each in sets]),

@@ -1,13 +1,16 @@
-"""Stage "masks": forward passes in dual form with one task's rows masked, as the paper proposes.
+"""Stage "masks": the network in dual form with one task's rows masked, as the paper proposes.
 
 Run as a process of its own: python -m runner.masks STUDY DATA SCRATCH FOLDER HOST:PORT
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,57 +34,136 @@ def main(study_file: str, data: str, scratch: str, folder: str, address: str) ->
     model = images.network(study.hidden).eval()
     model.load_state_dict(load_file(str(Path(folder) / "model.safetensors")))
     layers = images.linear_layers(model)
-    # Both tasks' images in one batch: a masked pass rebuilds weights once, however many ask.
+    # Both tasks' images in one batch: a masked pass adds up the rows once, however many ask.
     inputs = torch.cat([test.inputs[: masks.images] for test in tests.values()])
     labels = torch.cat([test.labels[: masks.images] for test in tests.values()])
+
+    def shares(predictions: torch.Tensor) -> dict[str, float]:
+        right = (predictions == labels).double().view(2, -1).mean(1).tolist()
+        return dict(zip(tests, right, strict=True))
+
+    with torch.no_grad():
+        own = model(inputs).argmax(1)
     passes: list[dict[str, Any]] = []
-
     with Client(address, timeout=3600) as client:
+        start = time.perf_counter()
+        parts = {
+            name: Parts.of(client, name, edges(study), (masks.kept, masks.task)) for name in layers
+        }
+        parts_seconds = time.perf_counter() - start
 
-        def forward(title: str, **options: Any) -> torch.Tensor:
-            """Predictions of both tasks' images, int64 [2 images]."""
+        def note(title: str, predictions: torch.Tensor, **more: object) -> None:
+            passes.append({"title": title, "accuracy": shares(predictions), **more})
+            print(passes[-1], flush=True)
+
+        def by_dual_form(title: str, expected: torch.Tensor | None, **options: Any) -> None:
             start = time.perf_counter()
             with torch.no_grad(), dual_form(model, client, **options):
                 predictions: torch.Tensor = model(inputs).argmax(1)
-            right = (predictions == labels).double().view(2, -1).mean(1).tolist()
-            passes.append(
-                {
-                    "title": title,
-                    **options,
-                    "accuracy": dict(zip(tests, right, strict=True)),
-                    "seconds": time.perf_counter() - start,
-                }
-            )
-            print(passes[-1], flush=True)
-            return predictions
+            differ = None if expected is None else int((predictions != expected).sum())
+            seconds = time.perf_counter() - start
+            note(f"{title}, by dual_form", predictions, differ=differ, seconds=seconds, **options)
 
-        with torch.no_grad():
-            own = model(inputs).argmax(1)
-        hidden = f"task != '{masks.task}'"
-        whole = forward("nothing masked")
-        masked = forward(f"{masks.task} masked", where=hidden)
-        forward(f"{masks.kept} masked", where=f"task != '{masks.kept}'")
-        for number, name in enumerate(layers):
-            forward(f"{masks.task} masked in layer {number} only", where=hidden, layers=[name])
+        def add_up(ends: Sequence[Mapping[str, int]]) -> torch.Tensor:
+            """Predictions by the rows of each task before a step, layer by layer."""
+            pairs = zip(layers, ends, strict=True)
+            return _forward([parts[name].weights(end) for name, end in pairs], inputs)
+
+        every = {masks.kept: study.steps, masks.task: study.steps}
+        hidden, alone = {**every, masks.task: 0}, {**every, masks.kept: 0}
+        whole, masked = add_up([every] * len(layers)), add_up([hidden] * len(layers))
+        note("nothing masked", whole)
+        note(f"{masks.task} masked", masked)
+        note(f"{masks.kept} masked", add_up([alone] * len(layers)))
+        for number in range(len(layers)):
+            only = [hidden if number == other else every for other in range(len(layers))]
+            note(f"{masks.task} masked in layer {number} only", add_up(only))
+        sweep = {step: add_up([{**every, masks.task: step}] * len(layers)) for step in masks.sweep}
+
+        # The same as a user would ask, and the layers that training had before the task came.
+        where = f"task != '{masks.task}'"
+        by_dual_form(f"{masks.task} masked", masked, where=where)
+        if sweep:
+            middle = masks.sweep[len(masks.sweep) // 2]
+            title = f"{masks.task} masked from step {middle:,} on"
+            by_dual_form(title, sweep[middle], where=f"{where} or step < {middle}")
         before = _steps_before(study, masks.task)
         if before:
-            forward(f"the layers after {before:,} steps", at_step=before)
-        for step in masks.sweep:
-            forward(
-                f"{masks.task} masked from step {step:,} on", where=f"{hidden} or step < {step}"
-            )
+            by_dual_form(f"the layers after {before:,} steps", None, at_step=before)
         astray = _astray(client, model, tests[masks.kept], masks, masked[: masks.images])
     facts = {
         "images": masks.images,
-        "accuracy": {
-            task: part.double().mean().item()
-            for task, part in zip(tests, (own == labels).view(2, -1), strict=True)
-        },
-        "predictions_as_the_model": int((whole == own).sum()),
+        "accuracy": shares(own),
+        "differ_from_model": int((whole != own).sum()),
+        "parts_seconds": parts_seconds,
         "passes": passes,
+        "sweep": [{"step": step, "accuracy": shares(each)} for step, each in sweep.items()],
         "astray": astray,
     }
     (Path(folder) / "masks.json").write_text(json.dumps(facts, indent=1))
+
+
+def edges(study: config.Study) -> list[int]:
+    """Steps between which the mask can be lifted, from 0 to the last."""
+    assert study.masks is not None
+    return sorted({0, *study.masks.sweep, study.steps})
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the rows of each task, in each range of steps, add to a layer's weight and bias.
+
+    A masked layer is its initial part plus some of these: `W x + b` is linear in the rows, so all
+    masks along a sweep cost one pass over the rows together.
+
+    Attributes:
+        edges: The ranges' borders, steps.
+        initial: float64 [d_out, d_in + 1], what the initial weight and bias left behind; the bias
+            is the last column.
+        added: By task, float64 [ranges, d_out, d_in + 1].
+    """
+
+    edges: list[int]
+    initial: np.ndarray
+    added: dict[str, np.ndarray]
+
+    @classmethod
+    def of(cls, client: Client, layer: str, edges: list[int], tasks: tuple[str, ...]) -> Parts:
+        """Ask for a layer's parts: its dual outputs for unit vectors are its columns."""
+        d_in = client.index().layers[layer].d_in
+        units = np.eye(d_in + 1, d_in, dtype=np.float32)  # the last one is zero: the bias alone
+        added: dict[str, list[np.ndarray]] = {task: [] for task in tasks}
+        for first, end in itertools.pairwise(edges):
+            out = client.dual_output(
+                layer, units, where=f"step >= {first} and step < {end}", group_by="task"
+            )
+            assert out.groups is not None
+            for task in tasks:
+                added[task].append(_columns(out.values[:, out.groups.index(task)]))
+        return cls(edges, _columns(out.initial), {key: np.stack(added[key]) for key in added})
+
+    def weights(self, ends: Mapping[str, int]) -> np.ndarray:
+        """The layer of each task's rows before a step, one of the edges: [d_out, d_in + 1]."""
+        total: np.ndarray = self.initial.copy()
+        for task, end in ends.items():
+            total += self.added[task][: self.edges.index(end)].sum(0)
+        return total
+
+
+def _columns(outputs: np.ndarray) -> np.ndarray:
+    """Outputs for the unit vectors and zero, [d_in + 1, d_out], as weight and bias."""
+    found: np.ndarray = outputs.astype(np.float64)
+    found[:-1] -= found[-1]
+    return np.ascontiguousarray(found.T)
+
+
+def _forward(weights: list[np.ndarray], inputs: torch.Tensor) -> torch.Tensor:
+    """Predictions of the network with these layers, in float64."""
+    x = inputs.double()
+    for number, weight in enumerate(weights):
+        own = torch.from_numpy(weight)
+        x = torch.addmm(own[:, -1], torch.relu(x) if number else x, own[:, :-1].T)
+    return x.argmax(1)
 
 
 def _steps_before(study: config.Study, task: str) -> int:

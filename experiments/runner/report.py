@@ -88,8 +88,8 @@ def failures(study: Study, run: Run) -> list[str]:
             found += [f"layer {facts['name']} is not exact: {why}" for why in facts["inexact"]]
     if study.masks is not None:
         facts = run.answers["masks"]
-        wrong = 2 * facts["images"] - facts["predictions_as_the_model"]
-        if wrong:
+        if facts["differ_from_model"]:
+            wrong = facts["differ_from_model"]
             found.append(f"{wrong:,} predictions in dual form are not the model's")
     return found
 
@@ -201,17 +201,37 @@ def _masked(study: Study, run: Run) -> list[str]:
     facts, kept, task = run.answers["masks"], study.masks.kept, study.masks.task
     lines = [
         f"Accuracy over the first {facts['images']:,} test images of each task, every layer in "
-        f"dual form unless said otherwise. The model itself: {facts['accuracy'][kept]:.2%} on "
-        f"{kept}, {facts['accuracy'][task]:.2%} on {task}; of its {2 * facts['images']:,} "
-        f"predictions {facts['predictions_as_the_model']:,} are those of the dual form.",
+        f"dual form. The model itself: {facts['accuracy'][kept]:.2%} on {kept}, "
+        f"{facts['accuracy'][task]:.2%} on {task}. What the rows of each task add to each layer, "
+        f"in {len(facts['sweep']) + 1} ranges of steps or fewer, took {facts['parts_seconds']:.0f} "
+        "s to ask; masks add these parts up. Passes by `dual_form` ask for every layer's output "
+        "with the filter, as anyone would.",
         "",
-        f"| rows that take part | {kept} | {task} | seconds |",
-        "|---|---:|---:|---:|",
+        f"| rows that take part | {kept} | {task} | predictions that differ | seconds |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for each in facts["passes"]:
+        differ = each.get("differ", facts["differ_from_model"])
+        if each["title"] != "nothing masked" and "differ" not in each:
+            differ = None
+        lines.append(
+            f"| {each['title']} | {each['accuracy'][kept]:.2%} | {each['accuracy'][task]:.2%} "
+            f"| {'' if differ is None else differ} "
+            f"| {format(each['seconds'], '.0f') if 'seconds' in each else ''} |"
+        )
+    lines += [
+        "",
+        "Predictions that differ: from the model's where nothing is masked, from the added parts' "
+        f"for a pass by `dual_form`; of {2 * facts['images']:,}.",
+        "",
+        f"The mask swept over steps: rows of {task} take part before step s only.",
+        "",
+        f"| s | {kept} | {task} |",
+        "|---:|---:|---:|",
     ]
     lines += [
-        f"| {each['title']} | {each['accuracy'][kept]:.2%} | {each['accuracy'][task]:.2%} "
-        f"| {each['seconds']:.0f} |"
-        for each in facts["passes"]
+        f"| {each['step']:,} | {each['accuracy'][kept]:.2%} | {each['accuracy'][task]:.2%} |"
+        for each in facts["sweep"]
     ]
     found = facts["astray"]
     lines += [

@@ -197,16 +197,23 @@ def test_a_mask_brings_back_what_a_second_task_took(data_dir: Path, tmp_path: Pa
     (only,) = json.loads((tmp_path / "report.json").read_text())["variants"]
     facts = only["answers"]["masks"]
     by_title = {each["title"]: each["accuracy"] for each in facts["passes"]}
+    swept = {each["step"]: each["accuracy"] for each in facts["sweep"]}
     first, last = only["record"]["test_accuracy_by_phase"]
     assert last["mnist"] < first["mnist"] - 0.1
-    assert by_title["nothing masked"] == facts["accuracy"]
-    assert by_title["fashion masked from step 400 on"] == facts["accuracy"]
-    assert by_title["fashion masked from step 200 on"] == by_title["fashion masked"]
+    assert facts["differ_from_model"] == 0
+    assert by_title["nothing masked"] == swept[400] == facts["accuracy"]
+    assert by_title["fashion masked"] == swept[200]
+    # Parts that are added up are what a masked forward pass gives.
+    assert by_title["fashion masked, by dual_form"] == swept[200]
+    assert by_title["fashion masked from step 210 on, by dual_form"] == swept[210]
+    assert swept[200]["mnist"] > swept[210]["mnist"] > swept[400]["mnist"]
     # The dual layers after the first phase are the model that training had then.
     model = trained_on_mnist_only(data_dir, tmp_path)
     _, test = images.load(data_dir, tmp_path / "data")
     then = (model(test.inputs[:1000]).argmax(1) == test.labels[:1000]).double().mean().item()
-    assert by_title["the layers after 200 steps"]["mnist"] == pytest.approx(then, abs=1.5e-3)
+    assert by_title["the layers after 200 steps, by dual_form"]["mnist"] == pytest.approx(
+        then, abs=1.5e-3
+    )
     # What momentum still added after that phase is all that sets the masked layers apart.
     assert by_title["fashion masked"]["mnist"] == pytest.approx(then, abs=0.03)
     tasks = {"mnist": 40_053, "fashion": 40_053}
