@@ -13,11 +13,12 @@ from dualform.record.errors import (
     RecordingFailedError,
     ResumeError,
 )
-from dualform.record.layers import LayerKind
+from dualform.record.layers import LSTM, LayerKind
 from dualform.record.recorder import Recorder
 from dualform.record.sink import CapturedPass, Sink, StepBatch
 
 __all__ = [
+    "LSTM",
     "AnnotationError",
     "CaptureError",
     "CapturedPass",

@@ -16,6 +16,9 @@ from dualform.record.watch import GradientWatch
 from dualform.record.weights import WeightProbe
 from dualform.store.ledger import InexactMark, LedgerRow
 
+Pair = tuple[torch.Tensor, torch.Tensor | None]
+"""A parameter and its momentum buffer, if it has one."""
+
 WEIGHTS_CHANGED = "weights changed other than by the recorded optimizer steps"
 
 _CAUSES = """layer {name!r} got a gradient, but none of its own passes brought it. Likely causes:
@@ -73,6 +76,28 @@ class RecordedLayer:
     def exact(self) -> bool:
         """Nothing was found so far that the ledger does not explain."""
         return self._follow_weights
+
+    def attach(self) -> None:
+        """Hook the module."""
+        self.capture.attach()
+
+    def detach(self) -> None:
+        """Remove every hook, and let go of all rows."""
+        self.capture.detach()
+
+    def pairs(self) -> dict[str, Pair]:
+        """Weight and bias by name, and their momentum buffers."""
+        return {
+            name: (parameter, self._optimizer.momentum(parameter))
+            for name, parameter in self.parameters.items()
+        }
+
+    def state_bytes(self) -> int:
+        """What a stored state of this layer takes."""
+        return sum(
+            parameter.nbytes * (1 if self._optimizer.momentum(parameter) is None else 2)
+            for parameter in self.parameters.values()
+        )
 
     def judge(self, step: int) -> tuple[list[LedgerRow], InexactMark | None]:
         """Decide which rows reach the step, and test them against the gradient.

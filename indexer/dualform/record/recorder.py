@@ -22,6 +22,7 @@ from dualform.record.errors import RecorderClosedError, RecordError, ResumeError
 from dualform.record.examples import ExampleIntake
 from dualform.record.optimizer import OptimizerView
 from dualform.record.recorded import RecordedLayer
+from dualform.record.recorded_lstm import RecordedLSTM
 from dualform.record.resume import resume
 from dualform.record.selection import select_layers
 from dualform.record.sink import CapturedPass, Sink, StepBatch
@@ -31,6 +32,8 @@ from dualform.store.row_metadata import Block
 
 _LOGGER = logging.getLogger("dualform.record")
 _POOL_BYTES = 256 << 20
+
+_Layer = RecordedLayer | RecordedLSTM
 
 STATE_RATIO = 64
 """A state is kept whenever so many times its bytes were recorded since the last: at most 1.6 % more
@@ -87,8 +90,11 @@ class Recorder:
         self._annotations = Annotations()
         self._tape = Tape(Pool(_POOL_BYTES), self._annotations)
         random = np.random.default_rng()
-        self._layers = [
-            RecordedLayer(item, self._optimizer, self._tape, random) for item in selected
+        self._layers: list[_Layer] = [
+            (RecordedLSTM if item.parts else RecordedLayer)(
+                item, self._optimizer, self._tape, random
+            )
+            for item in selected
         ]
         self._values = values
         self._planned_steps = steps
@@ -111,7 +117,7 @@ class Recorder:
             optimizer.register_step_post_hook(self._after_step),
         ]
         for layer in self._layers:
-            layer.capture.attach()
+            layer.attach()
 
     def annotate(self, **columns: Any) -> None:
         """Say what the rows of the following passes are, until the next call or step.
@@ -159,7 +165,7 @@ class Recorder:
             handle.remove()
         self._tape.discard()
         for layer in self._layers:
-            layer.capture.detach()
+            layer.detach()
             with np.errstate(all="ignore"):
                 self._mark(layer, layer.check_weights(self._step))
         self._sink.close(self._state(), tuple(self._marks))
@@ -239,11 +245,7 @@ class Recorder:
         and have values, as nothing else starts from a stored state."""
         self._bytes_since_state += batch.nbytes
         layers = [layer for layer in self._layers if layer.exact] if self._values else []
-        size = sum(
-            parameter.nbytes * (1 if self._optimizer.momentum(parameter) is None else 2)
-            for layer in layers
-            for parameter in layer.parameters.values()
-        )
+        size = sum(layer.state_bytes() for layer in layers)
         if not layers or self._bytes_since_state <= STATE_RATIO * size:
             return batch
         self._bytes_since_state = 0
@@ -255,11 +257,7 @@ class Recorder:
                 "resume_at_step needs the path of a recording, or a DiskSink with it, not "
                 f"{type(self._sink).__name__}"
             )
-        pairs = {
-            name: (parameter, self._optimizer.momentum(parameter))
-            for layer in self._layers
-            for name, parameter in layer.parameters.items()
-        }
+        pairs = {name: pair for layer in self._layers for name, pair in layer.pairs().items()}
         resumed = resume(self._sink, manifest, step, pairs)
         self._annotations.resume(resumed.columns)
         self._examples = ExampleIntake(resumed.examples)
@@ -271,7 +269,7 @@ class Recorder:
         values = item.value if self._values else None
         return CapturedPass(layer, item.rows, blocks.number(layer, item), item.key, values)
 
-    def _mark(self, layer: RecordedLayer, mark: InexactMark | None) -> None:
+    def _mark(self, layer: _Layer, mark: InexactMark | None) -> None:
         if mark is not None:
             _LOGGER.warning(
                 "layer %r is inexact from step %d on: %s",
@@ -281,12 +279,11 @@ class Recorder:
             )
             self._marks.append((layer.spec.name, mark))
 
-    def _state(self, layers: Sequence[RecordedLayer] | None = None) -> dict[str, np.ndarray]:
+    def _state(self, layers: Sequence[_Layer] | None = None) -> dict[str, np.ndarray]:
         state: dict[str, np.ndarray] = {}
         for layer in self._layers if layers is None else layers:
-            for name, parameter in layer.parameters.items():
+            for name, (parameter, momentum) in layer.pairs().items():
                 state[name] = _array(parameter)
-                momentum = self._optimizer.momentum(parameter)
                 if momentum is not None:
                     state[f"momentum:{name}"] = _array(momentum)
         return state

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,17 +13,24 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 
 from dualform.record.errors import LayerSelectionError
-from dualform.record.layers import LayerKind
+from dualform.record.layers import LSTM, LayerKind
 from dualform.store.recording_format import LayerSpec
+
+_LOGGER = logging.getLogger("dualform.record")
 
 
 @dataclass(frozen=True)
 class SelectedLayer:
-    """A layer to record: what it is called, of which kind, and the module itself."""
+    """A layer to record: what it is called, of which kind, and the module itself.
+
+    Attributes:
+        parts: Of an LSTM: its products with x and with h; the kind is theirs.
+    """
 
     spec: LayerSpec
     kind: LayerKind
     module: nn.Module
+    parts: tuple[SelectedLayer, ...] = ()
 
 
 def select_layers(
@@ -46,17 +54,36 @@ def select_layers(
     refusals = {
         name: _refusal(name, kind, modules[name], owners, held) for name, kind in kinds.items()
     }
+    lstms = {name: m for name, m in modules.items() if isinstance(m, LSTM)}
+    refusals = _with_lstms(lstms, refusals)
+    unsupported = {name: why for name, m in modules.items() if (why := _why_not(m))}
     if patterns is None:
         chosen = [name for name, refusal in refusals.items() if refusal is None]
         if not chosen:
-            raise LayerSelectionError(_nothing("No layer can be recorded", modules, refusals))
+            raise LayerSelectionError(
+                _nothing("No layer can be recorded", modules, {**refusals, **unsupported})
+            )
+        for name, why in unsupported.items():
+            quiet = isinstance(modules[name], (nn.Embedding, nn.EmbeddingBag))
+            level = logging.INFO if quiet else logging.WARNING
+            _LOGGER.log(level, "layer %r is left out: %s", name, why)
     else:
-        chosen = _match(patterns, modules, refusals)
-    return [SelectedLayer(_spec(n, kinds[n], modules[n]), kinds[n], modules[n]) for n in chosen]
+        chosen = _match(patterns, modules, refusals, unsupported)
+
+    def linear(name: str) -> SelectedLayer:
+        return SelectedLayer(_spec(name, kinds[name], modules[name]), kinds[name], modules[name])
+
+    return [
+        _lstm(name, lstms[name], *map(linear, _part_names(name))) if name in lstms else linear(name)
+        for name in chosen
+    ]
 
 
 def _match(
-    patterns: Sequence[str], modules: dict[str, nn.Module], refusals: dict[str, str | None]
+    patterns: Sequence[str],
+    modules: dict[str, nn.Module],
+    refusals: dict[str, str | None],
+    unsupported: dict[str, str],
 ) -> list[str]:
     if isinstance(patterns, str):
         patterns = [patterns]
@@ -64,6 +91,11 @@ def _match(
     for pattern in patterns:
         matched = [n for n in modules if n == pattern or fnmatch.fnmatchcase(n, pattern)]
         supported = [name for name in matched if name in refusals]
+        if not supported and len(matched) == 1 and matched[0] in unsupported:
+            raise LayerSelectionError(
+                f"layers={list(patterns)}: layer {matched[0]!r} cannot be recorded: "
+                f"{unsupported[matched[0]]}"
+            )
         if not supported:
             what = "nothing" if not matched else f"only unsupported modules ({matched[0]!r}, ...)"
             raise LayerSelectionError(
@@ -108,6 +140,60 @@ def _refusal(
             "so there are no rows to see"
         )
     return None
+
+
+def _part_names(name: str) -> tuple[str, str]:
+    """Of an LSTM's products with x and with h."""
+    prefix = f"{name}." if name else ""
+    return f"{prefix}ih", f"{prefix}hh"
+
+
+def _with_lstms(
+    lstms: Mapping[str, nn.Module], refusals: dict[str, str | None]
+) -> dict[str, str | None]:
+    """Each LSTM in the place of its two products, which are recorded as one layer."""
+    whole: dict[str, str | None] = {}
+    parts = {part: name for name in lstms for part in _part_names(name)}
+    for name, refusal in refusals.items():
+        if name not in parts:
+            whole[name] = refusal
+            continue
+        lstm = parts[name]
+        before = whole.get(lstm)
+        why = None if refusal is None else f"of its part {name.rpartition('.')[2]}, {refusal}"
+        whole[lstm] = before or why
+    return whole
+
+
+def _why_not(module: nn.Module) -> str | None:
+    """Why a module that has weights of its own is no layer for the recorder."""
+    if isinstance(module, nn.LSTM):
+        return (
+            "nn.LSTM runs a fused kernel that no hook sees into; put "
+            "dualform.record.LSTM.from_torch(lstm) in its place, which gives the same output"
+        )
+    if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+        return f"{type(module).__name__} runs a fused kernel that no hook sees into"
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        return (
+            "an embedding looks its row up by a token's number: its key would be one-hot, and its "
+            "attention weight whether two tokens are the same"
+        )
+    return None
+
+
+def _lstm(name: str, module: LSTM, ih: SelectedLayer, hh: SelectedLayer) -> SelectedLayer:
+    prefix = f"{name}." if name else ""
+    spec = LayerSpec(
+        name=name,
+        kind="lstm",
+        d_in=hh.spec.d_in + ih.spec.d_in,
+        d_out=ih.spec.d_out,
+        weight=f"{prefix}weight",
+        bias=None if ih.spec.bias is None else f"{prefix}bias",
+        dtype=ih.spec.dtype,
+    )
+    return SelectedLayer(spec, ih.kind, module, (ih, hh))
 
 
 def _owners(model: nn.Module) -> dict[int, list[str]]:

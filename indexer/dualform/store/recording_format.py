@@ -50,7 +50,7 @@ class LayerSpec:
 
     Attributes:
         name: As in `model.named_modules()`.
-        kind: "linear".
+        kind: "linear" or "lstm".
         d_in: Length of a key.
         d_out: Length of a value.
         weight: Name of the weight as in `model.named_parameters()`.

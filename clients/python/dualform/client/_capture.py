@@ -33,7 +33,7 @@ def capture_queries(
         model: Any module; of a compiled one the original runs.
         *inputs: What its forward takes, on the model's device.
         layers: Names or glob patterns as in `model.named_modules()`; None takes every `nn.Linear`
-            that runs.
+            and `dualform.record.LSTM` that runs; an LSTM's keys are [h; x].
         kwargs: Keyword arguments of the forward.
 
     Returns:
@@ -86,11 +86,13 @@ def _selected(
 ) -> dict[str, torch.nn.Module]:
     import torch
 
-    linear: dict[str, torch.nn.Module] = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear)
-    }
+    linear: dict[str, torch.nn.Module] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) or hasattr(module, "gate_keys"):
+            linear[name] = module
+    for name in [name for name, module in linear.items() if hasattr(module, "gate_keys")]:
+        for part in ("ih", "hh"):
+            del linear[f"{name}.{part}" if name else part]
     if layers is None:
         return linear
     patterns = [layers] if isinstance(layers, str) else list(layers)
@@ -112,7 +114,10 @@ def _recorder(name: str, keys: list[torch.Tensor]) -> Any:
     import torch
 
     def hook(layer: Any, args: Any, kwargs: Any, output: Any) -> None:
-        key = args[0] if args else kwargs["input"]
+        if hasattr(layer, "gate_keys"):
+            key = layer.joined_keys(*args, **kwargs, output=output[0])
+        else:
+            key = args[0] if args else kwargs["input"]
         if key.dtype == torch.float64:
             raise FailedPreconditionError(
                 f"layer {name!r} sees float64; keys and queries are float32: run the model with "

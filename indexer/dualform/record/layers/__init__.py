@@ -2,5 +2,6 @@
 
 from dualform.record.layers import linear as _linear  # noqa: F401
 from dualform.record.layers.base import LayerKind
+from dualform.record.layers.lstm import LSTM
 
-__all__ = ["LayerKind"]
+__all__ = ["LSTM", "LayerKind"]
