@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ["protos", "indexer", "service", "clients/python", "clients/cli"]
+FOLDERS = ["protos", "indexer", "service", "clients/python", "clients/plot", "clients/cli"]
 # What each part may use: those below it, never those above or beside it.
 MAY_IMPORT = {
     "v1": set(),
@@ -19,9 +19,11 @@ MAY_IMPORT = {
     "index": {"store", "v1"},
     "record": {"store", "v1"},
     "engine": {"store", "v1"},
+    "replay": {"engine", "record", "store", "v1"},
     "serve": {"engine", "record", "index", "store", "v1"},
     "client": {"engine", "record", "index", "store", "v1"},
-    "cli": {"serve", "client", "engine", "record", "index", "store", "v1"},
+    "plot": {"client", "v1"},
+    "cli": {"serve", "client", "plot", "engine", "record", "index", "store", "v1"},
 }
 # The remote client lives without torch and FAISS: it may import these inside functions only.
 LAZY_IN_CLIENT = {"dualform.engine", "dualform.store", "torch", "faiss", "pyarrow", "pandas"}

@@ -17,12 +17,13 @@ from dualform.record.layers import LSTM, LayerKind
 from dualform.record.recorder import Recorder
 from dualform.record.sink import CapturedPass, Sink, StepBatch
 
-__all__ = [
-    "LSTM",
+# In plain order; the linter would put LSTM first, as a constant.
+__all__ = [  # noqa: RUF022
     "AnnotationError",
     "CaptureError",
     "CapturedPass",
     "DiskSink",
+    "LSTM",
     "LayerKind",
     "LayerSelectionError",
     "RecordError",

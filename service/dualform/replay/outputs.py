@@ -1,0 +1,63 @@
+"""The dual output of a live run: every row's contribution, with coefficients known beforehand."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from dualform.record.sink import State
+from dualform.replay.errors import ReplayError
+from dualform.replay.reducer import Pending
+from dualform.replay.tiles import LiveTile
+from dualform.store.ledger import Coefficients, Ledger
+from dualform.store.recording_format import LayerSpec
+
+
+class DualOutput(Pending):
+    """Adds (c_t x_t.x + c'_t) e_t up over all rows, in float64, from the initial part on.
+
+    Args:
+        queries: float32 [n, d_in], finite.
+        spec: The layer.
+        ledger: Of the first training: a row's coefficient depends on the steps after it.
+        initial: The state before the first step.
+    """
+
+    def __init__(
+        self, queries: torch.Tensor, spec: LayerSpec, ledger: Ledger, initial: State
+    ) -> None:
+        super().__init__()
+        own = ledger.coefficients(spec.weight, ledger.steps)
+        self._weight = torch.from_numpy(own.c)
+        wide = queries.double()
+        self._total = wide @ _left(own, initial, spec.weight).T
+        self._bias: torch.Tensor | None = None
+        if spec.bias is not None:
+            of_bias = ledger.coefficients(spec.bias, ledger.steps)
+            self._bias = torch.from_numpy(of_bias.c)
+            self._total += _left(of_bias, initial, spec.bias)
+
+    def update(self, tile: LiveTile, weights: torch.Tensor) -> None:
+        """Take a tile."""
+        if tile.values is None:
+            raise ReplayError("the dual output needs values; record with values=True")
+        factors = weights.to(torch.float64, copy=True).mul_(self._weight[tile.steps])
+        if self._bias is not None:
+            factors += self._bias[tile.steps]
+        self._total += factors @ tile.values.double()
+
+    def result(self) -> np.ndarray:
+        """float32 [n, d_out].
+
+        Raises:
+            ReplayError: The replay has not ended.
+        """
+        self._check_finished()
+        return np.asarray(self._total.float().numpy())
+
+
+def _left(own: Coefficients, state: State, parameter: str) -> torch.Tensor:
+    """What the initial parameter and its momentum buffer leave behind, float64."""
+    left = own.p * torch.from_numpy(state[parameter]).double()
+    momentum = state.get(f"momentum:{parameter}")
+    return left if momentum is None else left + own.r * torch.from_numpy(momentum).double()
