@@ -3,6 +3,8 @@
     python -m benchmarks recorder    what the recorder adds to a training loop
     python -m benchmarks build       index build beside cp and sync of the same recording
     python -m benchmarks topk        exact top-k beside FAISS, torch, usearch, LanceDB, milvus-lite
+    python -m benchmarks explain     several answers from one scan beside each by itself
+    python -m benchmarks load        a server that several clients ask at once
     python -m benchmarks answers     sums, outputs, gRPC on top, and how top-k grows with the memory
 
 Each says with --help what it takes. OpenMP's wait policy is set here, before torch is imported.
@@ -16,7 +18,7 @@ import sys
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-NAMES = ("recorder", "build", "topk", "answers")
+NAMES = ("recorder", "build", "topk", "answers", "explain", "load")
 
 
 def main() -> None:

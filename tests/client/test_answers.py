@@ -178,6 +178,28 @@ def test_what_makes_no_bins_is_refused(
     assert caught.value.field == "bins"
 
 
+def test_plans_are_told_and_strategies_overruled(remote: Client, queries: np.ndarray) -> None:
+    for ask, expected in (
+        (lambda **more: remote.top_k("fc", queries, k=3, **more), "flat"),
+        (lambda **more: remote.sums("fc", queries, group_by="label", **more), "key_sums"),
+        (lambda **more: remote.dual_output("fc", queries, group_by="label", **more), "scan"),
+    ):
+        assert ask().plan is None
+        plan = ask(explain_plan=True).plan
+        assert plan.strategy == expected
+        assert plan.reason
+        assert plan.costs[expected] > 0
+        forced = ask(strategy="scan", explain_plan=True)
+        assert (forced.plan.strategy, "scan" in forced.plan.costs) == ("scan", True)
+        with pytest.raises(InvalidArgumentError, match="fast") as caught:
+            ask(strategy="fast")
+        assert caught.value.field == "strategy"
+    for strategy, message in (("certified", "no sketches"), ("rebuilt", "it is one of auto")):
+        with pytest.raises(InvalidArgumentError, match=message) as caught:
+            remote.top_k("fc", queries, strategy=strategy)
+        assert caught.value.field == "strategy"
+
+
 def test_the_dual_output_is_the_references(
     remote: Client, memory: Memory, queries: np.ndarray
 ) -> None:

@@ -118,7 +118,7 @@ def test_the_limits_are_asked_for_once() -> None:
 
     for _ in range(2):
         plan = questions.sums(
-            "fc", np.ones((5, 3), np.float32), "label", False, None, None, None, None
+            "fc", np.ones((5, 3), np.float32), "label", False, None, None, "auto", False, None, None
         )
         assert drive(plan, answer).values.shape == (5, 1)
     assert asked == ["ListIndexesRequest"] + ["SumsRequest"] * 6

@@ -50,7 +50,15 @@ def test_both_clients_have_the_same_methods() -> None:
 
 
 def test_every_question_takes_index_and_timeout() -> None:
-    for name in ("top_k", "sums", "profile", "dual_output", "stream_weights", "examples"):
+    for name in (
+        "top_k",
+        "sums",
+        "profile",
+        "dual_output",
+        "explain",
+        "stream_weights",
+        "examples",
+    ):
         parameters = inspect.signature(getattr(Client, name)).parameters
         assert {"index", "timeout"} <= set(parameters), name
 
@@ -62,7 +70,7 @@ def test_what_is_not_there_yet_is_refused(remote: Client, queries: np.ndarray) -
     ):
         with pytest.raises(TypeError, match="unexpected keyword"):
             call()
-    assert not hasattr(remote, "explain")
+    assert not hasattr(remote, "replay")
 
 
 REMOTE_ONLY = """

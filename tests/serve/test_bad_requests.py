@@ -261,7 +261,7 @@ def test_bytes_that_are_no_request(digits_server: Served) -> None:
 
 
 def test_a_method_that_is_not_there(digits_server: Served) -> None:
-    call = digits_server.channel.unary_unary("/dualform.v1.AttributionService/Explain")
+    call = digits_server.channel.unary_unary("/dualform.v1.AttributionService/Predict")
     with pytest.raises(grpc.RpcError) as caught:
         call(b"")
     assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED

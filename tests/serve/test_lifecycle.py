@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -66,9 +67,18 @@ def gated(index: Path) -> Iterator[Served]:
         GatedCatalog.gate.set()
 
 
+NUMBERS = itertools.count(1)
+
+
 def question(n: int = 1, k: int = 2) -> pb.TopKRequest:
+    """A question with a filter of its own, which all rows pass: it is not joined with others."""
     queries = np.random.default_rng(n).standard_normal((n, 6)).astype(np.float32)
-    return pb.TopKRequest(layer="fc", queries=tensor(queries), k=k)
+    later = pb.Comparison(
+        column="step", operator=pb.OPERATOR_GE, values=[pb.Value(int64_value=-next(NUMBERS))]
+    )
+    return pb.TopKRequest(
+        layer="fc", queries=tensor(queries), k=k, where=pb.Filter(comparison=later)
+    )
 
 
 def until(condition: Callable[[], bool]) -> None:

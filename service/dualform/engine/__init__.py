@@ -1,13 +1,21 @@
 """Exact answers over an index: top-k, sums, dual output (docs/exactness.md)."""
 
 from dualform.engine.index import Index, Layer
-from dualform.engine.results import Coverage, DualOutput, Sums, TopK, WeightsChunk
+from dualform.engine.results import (
+    Coverage,
+    DualOutput,
+    Explanation,
+    Sums,
+    TopK,
+    WeightsChunk,
+)
 from dualform.engine.verify import Damage, LayerReport, VerifyReport, verify_index
 
 __all__ = [
     "Coverage",
     "Damage",
     "DualOutput",
+    "Explanation",
     "Index",
     "Layer",
     "LayerReport",

@@ -6,146 +6,94 @@ of tensors, k, filters and ids, and how large the answer would be. The index che
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
-import numpy as np
-import numpy.typing as npt
-import pyarrow as pa
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from dualform.engine import wire
-from dualform.engine.errors import InvalidArgumentError, ResourceExhaustedError
-from dualform.engine.index import Index, Layer, Order, RankBy
+from dualform.engine.errors import (
+    CancelledError,
+    EngineError,
+    InvalidArgumentError,
+    ResourceExhaustedError,
+)
+from dualform.engine.index import Index, Layer
 from dualform.engine.limits import Limits
-from dualform.engine.results import Coverage
+from dualform.engine.questions import (
+    ORDERS,
+    QUESTIONS,
+    check_ranking,
+    group_count,
+    hit_bytes,
+    output_response,
+    sums_response,
+    top_k_response,
+    where_of,
+)
+from dualform.engine.shards import Stop
 from dualform.engine.stream import CHUNK_BYTES
 from dualform.v1 import attribution_pb2 as pb
 
-Stop = Callable[[], bool]
-
 _PAYLOADS_AT_ONCE = 64
-_ORDERS: dict[int, Order] = {
-    pb.ORDER_UNSPECIFIED: "largest",
-    pb.ORDER_LARGEST: "largest",
-    pb.ORDER_SMALLEST: "smallest",
-    pb.ORDER_ABSOLUTE: "absolute",
-}
-_RANKS: dict[int, RankBy] = {
-    pb.RANK_BY_UNSPECIFIED: "weight",
-    pb.RANK_BY_WEIGHT: "weight",
-    pb.RANK_BY_CONTRIBUTION: "contribution",
-}
 
 
-def top_k(
-    index: Index, request: pb.TopKRequest, limits: Limits, stop: Stop | None
-) -> pb.TopKResponse:
-    """Answer TopK."""
-    k = request.k
-    if k < 1:
-        raise InvalidArgumentError(f"k is {k}; it must be at least 1", field="k")
-    if k > limits.max_k:
-        raise ResourceExhaustedError(
-            f"k is {k:,}; at most {limits.max_k:,} rows are returned per query: "
-            "ask for fewer, or use sums for totals over all rows",
-            field="k",
-        )
-    if request.order not in _ORDERS:
+def about_rows(index: Index, request: Any, limits: Limits, stop: Stop | None) -> Any:
+    """Answer TopK, Sums or DualOutput."""
+    question = QUESTIONS[type(request)]
+    checked = question.check(index, request, limits)
+    return question.respond(request, question.ask(index, request, checked, stop))
+
+
+def explain(
+    index: Index, request: pb.ExplainRequest, limits: Limits, stop: Stop | None
+) -> pb.ExplainResponse:
+    """Answer Explain."""
+    if not request.layers:
+        raise InvalidArgumentError("no layers; name at least one, with queries", field="layers")
+    if request.k < 0:
+        raise InvalidArgumentError(f"k is {request.k}; it must not be negative", field="k")
+    if not (request.k or request.group_by or request.output):
         raise InvalidArgumentError(
-            f"order {int(request.order)} is unknown; allowed are largest, smallest, absolute",
-            field="order",
+            "nothing is asked; give k for the best rows, group_by for sums, or output", field="k"
         )
-    if request.rank_by not in _RANKS:
-        raise InvalidArgumentError(
-            f"rank_by {int(request.rank_by)} is unknown; allowed are weight, contribution",
-            field="rank_by",
-        )
-    queries, where = _question(request, limits)
-    columns = index.layer(request.layer).columns
-    per_row = 12 + sum(wire.COLUMN_BYTES[wire.column_type(kind)] for _, kind in columns)
-    if request.distinct:
-        per_row += 8
-    groups = _group_count(index, request.layer, request.group_by)
-    limits.check_answers(len(queries), groups * k * per_row, "with a smaller k")
-    found = index.top_k(
-        request.layer,
-        queries,
-        k,
-        where=where,
-        group_by=request.group_by or None,
-        order=_ORDERS[request.order],
-        rank_by=_RANKS[request.rank_by],
-        unit=request.unit if request.HasField("unit") else None,
-        at_step=request.at_step if request.HasField("at_step") else None,
-        distinct=request.distinct or None,
-        stop=stop,
-    )
-    return pb.TopKResponse(
-        rows=wire.encode_tensor(found.rows),
-        scores=wire.encode_tensor(found.scores),
-        columns=[wire.encode_column(name, array) for name, array in found.columns.items()],
-        groups=_groups(request.group_by, found.groups),
-        coverage=_coverage(found.coverage),
-        counts=None if found.counts is None else wire.encode_tensor(found.counts),
-    )
-
-
-def sums(
-    index: Index, request: pb.SumsRequest, limits: Limits, stop: Stop | None
-) -> pb.SumsResponse:
-    """Answer Sums."""
-    if not request.group_by:
-        raise InvalidArgumentError(
-            "sums need group_by, the metadata column to sum over", field="group_by"
-        )
-    queries, where = _question(request, limits)
-    groups = _group_count(index, request.layer, request.group_by)
-    remedy = "grouped by a column with fewer values"
-    if request.bins:
-        groups, remedy = len(request.bins), "with fewer bins"
-    limits.check_answers(len(queries), groups * 8, remedy)
-    found = index.sums(
-        request.layer,
-        queries,
-        request.group_by,
-        absolute=request.absolute,
-        where=where,
-        bins=list(request.bins) or None,
-        stop=stop,
-    )
-    return pb.SumsResponse(
-        groups=_groups(request.group_by, found.groups),
-        values=wire.encode_tensor(found.values),
-        counts=wire.encode_tensor(found.counts),
-        coverage=_coverage(found.coverage),
-    )
-
-
-def dual_output(
-    index: Index, request: pb.DualOutputRequest, limits: Limits, stop: Stop | None
-) -> pb.DualOutputResponse:
-    """Answer DualOutput."""
-    queries, where = _question(request, limits)
-    d_out = index.layer(request.layer).d_out
-    # Beside the values travel the initial part, and the trained layer's output or the residual.
-    tensors = _group_count(index, request.layer, request.group_by) + 2
-    limits.check_answers(len(queries), tensors * d_out * 4, "grouped by a column with fewer values")
-    found = index.dual_output(
-        request.layer,
-        queries,
-        where=where,
-        at_step=request.at_step if request.HasField("at_step") else None,
-        group_by=request.group_by or None,
-        stop=stop,
-    )
-    return pb.DualOutputResponse(
-        values=wire.encode_tensor(found.values),
-        initial=wire.encode_tensor(found.initial),
-        trained=None if found.trained is None else wire.encode_tensor(found.trained),
-        groups=_groups(request.group_by, found.groups),
-        counts=None if found.counts is None else wire.encode_tensor(found.counts),
-        coverage=_coverage(found.coverage),
-        residual=None if found.residual is None else wire.encode_tensor(found.residual),
-    )
+    if request.absolute and not request.group_by:
+        raise InvalidArgumentError("absolute goes with group_by, for sums", field="absolute")
+    check_ranking(request, limits)
+    where = where_of(request)
+    asked, size = [], 0
+    for own in request.layers:
+        with _layer_named(own.layer):
+            queries = wire.decode_queries(own.queries, limits.max_queries)
+            layer = index.layer(own.layer)
+            groups = group_count(index, own.layer, request.group_by)
+        per_query = request.k * hit_bytes(layer) + (8 * groups if request.group_by else 0)
+        if request.output:
+            per_query += 4 * layer.d_out * (groups + 2)
+        size += len(queries) * per_query
+        asked.append((own.layer, queries))
+    limits.check_answer(size, "ask for fewer layers or queries at a time, or with a smaller k")
+    response = pb.ExplainResponse()
+    for name, queries in asked:
+        with _layer_named(name):
+            found = index.explain(
+                name,
+                queries,
+                k=request.k or None,
+                order=ORDERS[request.order],
+                where=where,
+                group_by=request.group_by or None,
+                absolute=request.absolute,
+                dual_output=request.output,
+                stop=stop,
+            )
+        part = response.layers.add(layer=name)
+        if found.top_k is not None:
+            part.top_k.CopyFrom(top_k_response(found.top_k, ""))
+        if found.sums is not None:
+            part.sums.CopyFrom(sums_response(found.sums, request.group_by))
+        if found.output is not None:
+            part.output.CopyFrom(output_response(found.output, request.group_by))
+    return response
 
 
 def stream_weights(
@@ -212,23 +160,14 @@ def layer_info(layer: Layer) -> pb.LayerInfo:
     )
 
 
-def _question(
-    request: pb.TopKRequest | pb.SumsRequest | pb.DualOutputRequest, limits: Limits
-) -> tuple[npt.NDArray[np.float32], pb.Filter | None]:
-    queries = wire.decode_queries(request.queries, limits.max_queries)
-    if not request.HasField("where"):
-        return queries, None
-    wire.check_filter(request.where)
-    return queries, request.where
-
-
-def _group_count(index: Index, layer: str, group_by: str) -> int:
-    return index.group_count(layer, group_by) if group_by else 1
-
-
-def _groups(name: str, groups: pa.Array | None) -> pb.Column | None:
-    return None if groups is None else wire.encode_column(name, groups)
-
-
-def _coverage(coverage: Coverage) -> pb.Coverage:
-    return pb.Coverage(rows=coverage.rows, total=coverage.total, nonfinite=coverage.nonfinite)
+@contextmanager
+def _layer_named(layer: str) -> Iterator[None]:
+    """Say which of several layers is at fault."""
+    try:
+        yield
+    except EngineError as error:
+        if isinstance(error, CancelledError):
+            raise
+        raise type(error)(
+            f"layer {layer!r}: {error}", field=error.field, reason=error.reason
+        ) from error

@@ -153,7 +153,7 @@ class Candidates:
         """Drop what these queries were offered from a shard, before it is scanned instead."""
         part = self._joined()
         inside = (part.positions >= shard.start) & (part.positions < shard.start + shard.rows)
-        self._replace(part.where(~(inside & np.isin(part.cells, queries))))
+        self._replace(part.where(~(inside & np.isin(part.cells // self._groups, queries))))
 
     def result(self) -> tuple[np.ndarray, np.ndarray]:
         """Positions, int64 [n * groups, k], and exact scores, float32; padded with -1 and NaN."""

@@ -8,6 +8,7 @@ Everything else is a scan.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -15,7 +16,8 @@ import numpy as np
 import torch
 
 from dualform.engine import output
-from dualform.engine.errors import InvalidArgumentError
+from dualform.engine.fold import Reducer
+from dualform.engine.planner import Plan, check_strategy, chosen, output_costs
 from dualform.engine.shards import Stop
 from dualform.engine.states import States
 from dualform.store.files import FileEntry
@@ -79,6 +81,23 @@ def why_not_rebuilt(layer: IndexLayer, question: Question) -> str | None:
     return None if layer.rebuilt is not None else f"the index has none for layer {layer.name!r}"
 
 
+def plan(layer: Layer, question: Question, rows: int) -> Plan:
+    """How the output is found, of so many rows.
+
+    Raises:
+        InvalidArgumentError: The strategy is unknown, or does not apply.
+    """
+    why_not = why_not_rebuilt(layer.manifest, question)
+    check_strategy(question.strategy, {"rebuilt": why_not, "scan": None})
+    costs = output_costs(layer, len(question.queries), rows)
+    if why_not is not None:
+        del costs["rebuilt"]
+        return chosen(question.strategy, costs, f"no rebuilt weight: {why_not}")
+    if question.strategy == "scan":
+        return chosen("scan", costs, "")
+    return Plan("rebuilt", "the weight that all rows add up to is stored", costs)
+
+
 class DualOutputs:
     """Answers for an index.
 
@@ -94,11 +113,23 @@ class DualOutputs:
         self._device = device
         self._left: dict[str, output.LayerCoefficients] = {}
 
-    def answer(self, layer: Layer, question: Question, stop: Stop | None) -> Parts:
+    def answer(
+        self,
+        layer: Layer,
+        question: Question,
+        stop: Stop | None,
+        also: Sequence[Reducer] = (),
+    ) -> Parts:
         """One layer's output.
 
+        Args:
+            layer: Whose.
+            question: What is asked.
+            stop: Asked between tiles.
+            also: What else takes the tiles of the scan of all selected rows; without such a scan
+                it gets none.
+
         Raises:
-            InvalidArgumentError: The strategy is unknown, or does not apply.
             DamagedError: A file that is needed does not hold what was written.
         """
         own, grouping = layer.manifest, question.grouping
@@ -124,25 +155,14 @@ class DualOutputs:
             whole = base + self._rows(layer, question, later, None, since, stop)[:, 0]
             if grouping is None:
                 return Parts(whole, initial, None, None)
-        rows = self._rows(layer, question, coefficients, grouping, question.selected, stop)
+        rows = self._rows(layer, question, coefficients, grouping, question.selected, stop, also)
         values = rows[:, 0] + initial if grouping is None else rows
         residual = None if whole is None else whole - initial - rows.sum(axis=1)
         return Parts(values, initial, self._trained(own, question), residual)
 
     def _rebuilt(self, layer: IndexLayer, question: Question) -> FileEntry | None:
         """The stored sum of the layer's rows, where it is what answers."""
-        if question.strategy not in ("auto", "rebuilt", "scan"):
-            raise InvalidArgumentError(
-                f"strategy is {question.strategy!r}; it is one of auto, rebuilt, scan",
-                field="strategy",
-            )
         why_not = why_not_rebuilt(layer, question)
-        if question.strategy == "rebuilt" and why_not is not None:
-            raise InvalidArgumentError(
-                f"the rebuilt weight does not apply: {why_not}; leave the strategy out, and what "
-                "does is chosen",
-                field="strategy",
-            )
         return layer.rebuilt if why_not is None and question.strategy != "scan" else None
 
     def _trained_without_rows(self, layer: IndexLayer) -> output.LayerCoefficients:
@@ -165,9 +185,10 @@ class DualOutputs:
         grouping: Grouping | None,
         selected: np.ndarray,
         stop: Stop | None,
+        also: Sequence[Reducer] = (),
     ) -> np.ndarray:
         return output.rows_part(
-            layer, question.queries, coefficients, grouping, selected, self._device, stop
+            layer, question.queries, coefficients, grouping, selected, self._device, stop, also
         )
 
 

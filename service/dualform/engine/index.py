@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,13 +29,23 @@ from dualform.engine.errors import (
     NotFoundError,
 )
 from dualform.engine.examples import Examples
-from dualform.engine.results import Coverage, DualOutput, Sums, TopK, WeightsChunk
+from dualform.engine.explain import Questions, explain
+from dualform.engine.planner import Plan, Planner
+from dualform.engine.results import (
+    Coverage,
+    DualOutput,
+    Explanation,
+    Sums,
+    TopK,
+    WeightsChunk,
+)
 from dualform.engine.rows import Rows
 from dualform.engine.shards import Shard, ShardFile, Stop
 from dualform.engine.states import States
 from dualform.engine.stream import CHUNK_BYTES, weights_in_row_order
 from dualform.store.errors import DamagedError
 from dualform.store.files import FileEntry, check_digest, read_checked
+from dualform.store.grouping import Grouping
 from dualform.store.index import REBUILD, IndexLayer, IndexManifest
 from dualform.store.ledger import Ledger
 from dualform.v1 import attribution_pb2 as pb
@@ -165,6 +176,7 @@ class Index:
         self._states = States(path)
         self._outputs = DualOutputs(self._ledger, self._states, device)
         self._examples = Examples(path, self._manifest.examples)
+        self._planner = Planner()
         self._closed = threading.Event()
 
     @classmethod
@@ -254,41 +266,28 @@ class Index:
                 without a value stand for themselves.
             strategy: How rows are proposed; the answer is the same. "certified" prunes by
                 sketches, "flat" asks FAISS, "scan" multiplies tiles. One that does not apply is
-                refused; "auto" takes the first that does.
+                refused; "auto" takes the cheapest that does, by estimate.
             stop: Asked between tiles.
         """
         own = self.layer(layer)
         query = _checked(queries, own.manifest)
-        if k < 1:
-            raise InvalidArgumentError(f"k is {k}; it must be at least 1", field="k")
-        if order not in ("largest", "smallest", "absolute"):
-            raise InvalidArgumentError(
-                f"order is {order!r}; it is one of largest, smallest, absolute", field="order"
-            )
         contribution, end = self._contribution(own, rank_by, unit, at_step)
         grouping = None if group_by is None else own.space.grouping(group_by)
         apart = None if distinct is None else Distinct.of(own.space.grouping(distinct, "distinct"))
-        ranking = Ranking(k, order, grouping, contribution, apart)
-        use_sketches, use_faiss = self._proposers(own, ranking, strategy)
+        ranking = _ranking(k, order, grouping, contribution, apart)
         mask = own.space.select(where, before_step=end)
+        refused = self._top_k_refusals(own, ranking, mask is own.space.everything)
+        coverage = _coverage(own, mask)
+        plan = self._planner.top_k(own, ranking, len(query), coverage.rows, refused, strategy)
         with self._guarded():
-            scan = topk.Scan(own, query, ranking, self._device, use_sketches, use_faiss, stop)
+            faiss = refused["flat"] is None
+            scan = topk.Scan(own, query, ranking, self._device, plan.strategy, faiss, stop)
+            begin = time.perf_counter()
             positions, scores = scan.run(mask & own.finite)
-        shape = (len(query), k) if grouping is None else (len(query), len(grouping.values), k)
-        found = positions >= 0
-        counts = None
-        if apart is not None:
-            counts = apart.counts(positions, mask, grouping).reshape(shape)
-        ids = np.full(positions.shape, -1, np.int64)
-        ids[found] = own.space.ids[positions[found]]
-        return TopK(
-            rows=ids.reshape(shape),
-            scores=scores.reshape(shape),
-            counts=counts,
-            groups=None if grouping is None else grouping.values,
-            columns=own.space.take(positions.reshape(-1)),
-            coverage=_coverage(own, mask),
-        )
+            kept = scan.kept / scan.asked if scan.asked else None
+            seconds = time.perf_counter() - begin
+        self._planner.learn(own, ranking, len(query), plan, kept, seconds)
+        return _hits(own, len(query), ranking, positions, scores, mask, coverage, plan)
 
     def sums(
         self,
@@ -299,6 +298,7 @@ class Index:
         absolute: bool = False,
         where: pb.Filter | None = None,
         bins: Sequence[float] | None = None,
+        strategy: sums.Strategy = "auto",
         stop: Stop | None = None,
     ) -> Sums:
         """Total attention weight, signed or absolute, per group.
@@ -314,6 +314,9 @@ class Index:
             bins: Ascending edges for a numeric column, as in numpy.histogram: group i holds
                 edges[i] <= value < edges[i + 1], the last one its upper edge too. Other rows take
                 no part; groups are called by their lower edges.
+            strategy: "key_sums" takes the stored sums of the keys of whole runs of rows with the
+                same task and label, "scan" multiplies every row; refused where it does not apply.
+                "auto" takes key sums where there are any, and scans the other rows.
             stop: Asked between tiles.
         """
         own = self.layer(layer)
@@ -327,11 +330,11 @@ class Index:
             mask = mask & (grouping.codes >= 0)
             runs = own.space.codes_of_runs(grouping)
             counts = np.bincount(grouping.codes[mask], minlength=len(bins) - 1).astype(np.int64)
+        question = sums.Question(query, grouping, runs, absolute, mask)
+        plan, summed, scanned = sums.plan(own, question, strategy)
         with self._guarded():
-            totals = sums.total_weights(
-                own, query, grouping, runs, absolute, mask, self._device, stop
-            )
-        return Sums(grouping.values, totals, counts, _coverage(own, mask))
+            totals = sums.total_weights(own, question, summed, scanned, self._device, stop)
+        return Sums(grouping.values, totals, counts, _coverage(own, mask), plan)
 
     def dual_output(
         self,
@@ -368,17 +371,69 @@ class Index:
         grouping = None if group_by is None else own.space.grouping(group_by)
         mask = own.space.select(where, before_step=None if at_step is None else end)
         question = Question(query, at_step, end, grouping, mask, where is not None, strategy)
+        coverage = _coverage(own, mask)
+        plan = dual_output.plan(own, question, coverage.rows)
         with self._guarded():
             parts = self._outputs.answer(own, question, stop)
-        return DualOutput(
-            values=parts.values.astype(np.float32),
-            initial=parts.initial.astype(np.float32),
-            trained=None if parts.trained is None else parts.trained.astype(np.float32),
-            residual=None if parts.residual is None else parts.residual.astype(np.float32),
-            groups=None if grouping is None else grouping.values,
-            counts=None if group_by is None else own.space.count(group_by, mask),
-            coverage=_coverage(own, mask),
-        )
+        counts = None if group_by is None else own.space.count(group_by, mask)
+        return _output(parts, grouping, counts, coverage, plan)
+
+    def explain(
+        self,
+        layer: str,
+        queries: np.ndarray,
+        *,
+        k: int | None = None,
+        order: Order = "largest",
+        where: pb.Filter | None = None,
+        group_by: str | None = None,
+        absolute: bool = False,
+        dual_output: bool = False,
+        stop: Stop | None = None,
+    ) -> Explanation:
+        """Several answers about one layer, the same as asked one by one; what scans, scans once.
+
+        Args:
+            layer: The layer's name.
+            queries: float32 [n, d_in], finite.
+            k: So many best rows by weight, as `top_k` gives; None for none.
+            order: As for `top_k`.
+            where: Which rows take part, in all answers.
+            group_by: A metadata column: `sums` over it, and the output split by it; None for no
+                sums, and the output whole.
+            absolute: Sum |weight|.
+            dual_output: The trained layer's output too, as `dual_output` gives.
+            stop: Asked between tiles.
+        """
+        own = self.layer(layer)
+        query = _checked(queries, own.manifest)
+        ranking = None if k is None else _ranking(k, order)
+        grouping = None if group_by is None else own.space.grouping(group_by)
+        mask = own.space.select(where)
+        coverage = _coverage(own, mask)
+        totals = wanted = counts = None
+        if group_by is not None and grouping is not None:
+            runs, counts = own.space.run_codes(group_by), own.space.count(group_by, mask)
+            totals = sums.Question(query, grouping, runs, absolute, mask)
+        if dual_output:
+            end = self._end(own, None)
+            wanted = Question(query, None, end, grouping, mask, where is not None, "auto")
+        asked = Questions(query, mask, ranking, totals, wanted)
+        with self._guarded():
+            found = explain(own, asked, coverage.rows, self._outputs, self._device, stop)
+        best = None
+        if ranking is not None and found.hits is not None:
+            plan = found.plans["top_k"]
+            best = _hits(own, len(query), ranking, *found.hits, mask, coverage, plan)
+        elif ranking is not None:
+            best = self.top_k(layer, queries, ranking.k, where=where, order=order, stop=stop)
+        total = output = None
+        if found.sums is not None and grouping is not None and counts is not None:
+            plan = found.plans["sums"]
+            total = Sums(grouping.values, found.sums, counts, coverage, plan)
+        if found.output is not None:
+            output = _output(found.output, grouping, counts, coverage, found.plans["output"])
+        return Explanation(best, total, output)
 
     def stream_weights(
         self,
@@ -414,6 +469,10 @@ class Index:
                 yield WeightsChunk(*found)
 
         return guarded()
+
+    def check_queries(self, layer: str, queries: np.ndarray) -> None:
+        """Refuse queries that the layer does not take: InvalidArgumentError, or NotFoundError."""
+        _checked(queries, self.layer(layer).manifest)
 
     def group_count(self, layer: str, group_by: str) -> int:
         """How many groups a column makes."""
@@ -525,28 +584,14 @@ class Index:
         data = read_checked(self.path, entry, REBUILD)
         return torch.from_numpy(np.load(io.BytesIO(data), allow_pickle=False))
 
-    def _proposers(self, layer: Layer, ranking: Ranking, strategy: str) -> tuple[bool, bool]:
-        """Whether sketches and FAISS are used for a top-k."""
-        sketches = topk.sketches_apply(layer, ranking, self._device)
-        faiss = topk.faiss_applies(ranking, self._device)
-        if not self._use_faiss:
-            faiss = "this process scans with torch alone"
-        reasons = {"auto": None, "certified": sketches, "flat": faiss, "scan": None}
-        if strategy not in reasons:
-            raise InvalidArgumentError(
-                f"strategy is {strategy!r}; it is one of {', '.join(reasons)}", field="strategy"
-            )
-        reason = reasons[strategy]
-        if reason is not None:
-            raise InvalidArgumentError(
-                f"strategy {strategy!r} does not apply: {reason}; leave it out, and what does is "
-                "chosen",
-                field="strategy",
-            )
-        return (
-            strategy in ("auto", "certified") and sketches is None,
-            strategy in ("auto", "flat") and faiss is None,
-        )
+    def _top_k_refusals(self, layer: Layer, ranking: Ranking, whole: bool) -> dict[str, str | None]:
+        """Why each strategy can't answer a top-k of all rows, or of some; None where it can."""
+        faiss = topk.faiss_applies(ranking, whole, self._device)
+        return {
+            "certified": topk.sketches_apply(layer, ranking, self._device),
+            "flat": faiss if self._use_faiss else "this process scans with torch alone",
+            "scan": None,
+        }
 
     def _contribution(
         self, layer: Layer, rank_by: str, unit: int | None, at_step: int | None
@@ -622,6 +667,71 @@ def _checked(queries: np.ndarray, layer: IndexLayer) -> torch.Tensor:
             f"query {odd[0]} holds NaN or Inf; queries must be finite", field="queries"
         )
     return torch.from_numpy(np.array(queries, dtype=np.float32, order="C"))
+
+
+def _ranking(
+    k: int,
+    order: str,
+    grouping: Grouping | None = None,
+    contribution: Contribution | None = None,
+    distinct: Distinct | None = None,
+) -> Ranking:
+    if k < 1:
+        raise InvalidArgumentError(f"k is {k}; it must be at least 1", field="k")
+    if order not in ("largest", "smallest", "absolute"):
+        raise InvalidArgumentError(
+            f"order is {order!r}; it is one of largest, smallest, absolute", field="order"
+        )
+    return Ranking(k, order, grouping, contribution, distinct)
+
+
+def _hits(
+    layer: Layer,
+    queries: int,
+    ranking: Ranking,
+    positions: np.ndarray,
+    scores: np.ndarray,
+    selected: np.ndarray,
+    coverage: Coverage,
+    plan: Plan,
+) -> TopK:
+    """The answer to n queries: positions, int64 [n * groups, k], and scores, of selected rows."""
+    grouping, k = ranking.grouping, ranking.k
+    shape = (queries, k) if grouping is None else (queries, ranking.groups, k)
+    found = positions >= 0
+    counts = None
+    if ranking.distinct is not None:
+        counts = ranking.distinct.counts(positions, selected, grouping).reshape(shape)
+    ids = np.full(positions.shape, -1, np.int64)
+    ids[found] = layer.space.ids[positions[found]]
+    return TopK(
+        rows=ids.reshape(shape),
+        scores=scores.reshape(shape),
+        counts=counts,
+        groups=None if grouping is None else grouping.values,
+        columns=layer.space.take(positions.reshape(-1)),
+        coverage=coverage,
+        plan=plan,
+    )
+
+
+def _output(
+    parts: dual_output.Parts,
+    grouping: Grouping | None,
+    counts: np.ndarray | None,
+    coverage: Coverage,
+    plan: Plan,
+) -> DualOutput:
+    return DualOutput(
+        values=parts.values.astype(np.float32),
+        initial=parts.initial.astype(np.float32),
+        trained=None if parts.trained is None else parts.trained.astype(np.float32),
+        residual=None if parts.residual is None else parts.residual.astype(np.float32),
+        groups=None if grouping is None else grouping.values,
+        counts=counts,
+        coverage=coverage,
+        plan=plan,
+    )
 
 
 def _coverage(layer: Layer, mask: np.ndarray) -> Coverage:

@@ -7,17 +7,17 @@ because contributions cancel: a float32 sum over a tile's rows loses up to a hun
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from dualform.engine.fold import Reducer, fold
 from dualform.engine.groups import tile_runs
 from dualform.engine.shards import Stop, Tile
 from dualform.engine.states import State, product
-from dualform.engine.weights import needs_float64, tile_weights
 from dualform.store.grouping import Grouping
 from dualform.store.index import IndexLayer
 from dualform.store.ledger import Coefficients, Ledger
@@ -93,6 +93,56 @@ def plain_output(layer: IndexLayer, state: State, queries: torch.Tensor) -> np.n
     return np.asarray(out.numpy())
 
 
+class WeightedValues:
+    """Adds up contributions per group: a reducer.
+
+    Args:
+        layer: Whose rows.
+        queries: Number of queries.
+        coefficients: What each row counts.
+        grouping: Groups to keep apart, or None for a single one.
+        device: Where the tiles are.
+    """
+
+    values = True
+
+    def __init__(
+        self,
+        layer: Layer,
+        queries: int,
+        coefficients: LayerCoefficients,
+        grouping: Grouping | None,
+        device: torch.device,
+    ) -> None:
+        self._layer = layer
+        self._coefficients = coefficients
+        self._grouping = grouping
+        self._device = device
+        shape = (1 if grouping is None else len(grouping.values), queries, layer.d_out)
+        self._total = torch.zeros(shape, dtype=torch.float64, device=device)
+
+    def update(self, tile: Tile, weights: torch.Tensor) -> None:
+        """Take a tile and its weights, [n, rows]."""
+        assert tile.values is not None
+        of_weight, of_bias = row_coefficients(
+            self._layer, self._coefficients, tile.positions, self._device
+        )
+        factors = weights.to(torch.float64, copy=True).mul_(of_weight)
+        if of_bias is not None:
+            factors += of_bias
+        values = tile.values.double()
+        found = tile_runs(self._grouping, tile.positions)
+        if found.order is not None:
+            order = found.order.to(self._device)
+            factors, values = factors[:, order], values[order]
+        for group, first, last in found.spans:
+            self._total[group].addmm_(factors[:, first:last], values[first:last])
+
+    def result(self) -> np.ndarray:
+        """float64 [n, groups, d_out]."""
+        return np.ascontiguousarray(self._total.permute(1, 0, 2).cpu().numpy())
+
+
 def rows_part(
     layer: Layer,
     queries: torch.Tensor,
@@ -101,11 +151,13 @@ def rows_part(
     selected: np.ndarray,
     device: torch.device,
     stop: Stop | None,
+    also: Sequence[Reducer] = (),
 ) -> np.ndarray:
     """What the selected rows add to the output: float64 [n, groups, d_out]; without groups, one.
 
     A few queries are carried through the rows. For many it is cheaper to add up the rows' outer
-    products first, W = sum c_t e_t (x) x_t, and multiply once: Proposition 1 of the paper.
+    products first, W = sum c_t e_t (x) x_t, and multiply once: Proposition 1 of the paper. Then
+    `also`, what else takes the scan's tiles, has a scan of its own.
     """
     own = layer.manifest
     groups = 1 if grouping is None else len(grouping.values)
@@ -113,27 +165,12 @@ def rows_part(
     if cheaper and groups * own.d_in * own.d_out * 8 <= _REBUILD_BYTES:
         weight, bias = rebuild(layer, coefficients, grouping, selected, device, stop)
         out = torch.einsum("nd,god->ngo", queries.double().to(device), weight)
+        if also:
+            fold(layer, queries, selected, also, device, stop)
         return np.asarray((out if bias is None else out + bias).cpu().numpy())
-    total = torch.zeros((groups, len(queries), own.d_out), dtype=torch.float64, device=device)
-    norms = torch.linalg.vector_norm(queries.double(), dim=1)
-    given = queries.to(device)
-    for shard in layer.shards:
-        wide = needs_float64(norms, shard)
-        inside = selected[shard.start : shard.start + shard.rows]
-        for tile in shard.tiles(inside, len(queries), values=True, device=device, stop=stop):
-            assert tile.values is not None
-            of_weight, of_bias = row_coefficients(layer, coefficients, tile.positions, device)
-            factors = tile_weights(given, tile.keys, wide=wide).double().mul_(of_weight)
-            if of_bias is not None:
-                factors += of_bias
-            values = tile.values.double()
-            found = tile_runs(grouping, tile.positions)
-            if found.order is not None:
-                order = found.order.to(device)
-                factors, values = factors[:, order], values[order]
-            for group, first, last in found.spans:
-                total[group].addmm_(factors[:, first:last], values[first:last])
-    return np.ascontiguousarray(total.permute(1, 0, 2).cpu().numpy())
+    total = WeightedValues(layer, len(queries), coefficients, grouping, device)
+    fold(layer, queries, selected, [total, *also], device, stop)
+    return total.result()
 
 
 def rebuild(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from dualform.engine.errors import (
 )
 from dualform.engine.index import Index
 from dualform.engine.limits import Limits
+from dualform.engine.together import answer_together
 from dualform.store.errors import DamagedError, StoreError, VersionError
 from dualform.store.errors import NotFoundError as StoreNotFoundError
 from dualform.v1 import attribution_pb2 as pb
@@ -33,9 +34,10 @@ _LOG = logging.getLogger("dualform.engine")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 # Questions to one index, each answered by a function of its own.
 _QUESTIONS: dict[type[Any], Callable[[Index, Any, Limits, Stop | None], Any]] = {
-    pb.TopKRequest: answers.top_k,
-    pb.SumsRequest: answers.sums,
-    pb.DualOutputRequest: answers.dual_output,
+    pb.TopKRequest: answers.about_rows,
+    pb.SumsRequest: answers.about_rows,
+    pb.DualOutputRequest: answers.about_rows,
+    pb.ExplainRequest: answers.explain,
     pb.GetExamplesRequest: answers.examples,
 }
 
@@ -123,6 +125,23 @@ class Catalog:
             response = question(self._open_index(request.index), request, self.limits, stop)
         self.limits.check_answer(response.ByteSize(), "ask for less at a time")
         return response
+
+    def answer_together(self, requests: Sequence[Any], stop: Stop | None = None) -> list[Any]:
+        """Answer requests that differ in nothing but their queries, each as `answer` would.
+
+        Args:
+            requests: TopKRequests, SumsRequests or DualOutputRequests.
+            stop: Returns True once nobody waits for any of the answers.
+
+        Returns:
+            A response message or an EngineError for each.
+
+        Raises:
+            EngineError: What is wrong with all of them.
+        """
+        with _store_errors_translated():
+            index = self._open_index(requests[0].index)
+            return answer_together(index, requests, self.limits, stop)
 
     def stream(self, request: Any, stop: Stop | None = None) -> Iterator[Any]:
         """Answer a request whose answer comes in parts: a StreamWeightsRequest.

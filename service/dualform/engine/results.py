@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
+from dualform.engine.planner import Plan
+
 
 @dataclass(frozen=True)
 class Coverage:
@@ -36,6 +38,7 @@ class TopK:
         counts: int64, the shape of rows: how many rows that took part share the row's value (in
             its group); 0 where padded. None without distinct.
         coverage: Rows taken into account.
+        plan: How the answer was found.
     """
 
     rows: np.ndarray
@@ -43,6 +46,7 @@ class TopK:
     groups: pa.Array | None
     columns: Mapping[str, pa.Array]
     coverage: Coverage
+    plan: Plan
     counts: np.ndarray | None = None
 
 
@@ -55,12 +59,14 @@ class Sums:
         values: float64 [n, groups].
         counts: int64 [groups], rows per group.
         coverage: Rows taken into account.
+        plan: How the answer was found.
     """
 
     groups: pa.Array
     values: np.ndarray
     counts: np.ndarray
     coverage: Coverage
+    plan: Plan
 
 
 @dataclass(frozen=True)
@@ -88,6 +94,7 @@ class DualOutput:
         groups: [groups], ascending, null last; None without group_by.
         counts: int64 [groups]; None without group_by.
         coverage: Rows taken into account.
+        plan: How the answer was found.
         residual: float32 [n, d_out], with group_by and at_step, without filter, where the whole
             output starts from a stored state: the whole less `initial` and all parts, what
             training's float32 rounded up to that state. None otherwise: parts add up without.
@@ -99,4 +106,14 @@ class DualOutput:
     groups: pa.Array | None
     counts: np.ndarray | None
     coverage: Coverage
+    plan: Plan
     residual: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Several answers about one layer; None for what was not asked."""
+
+    top_k: TopK | None
+    sums: Sums | None
+    output: DualOutput | None

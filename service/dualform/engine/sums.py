@@ -7,22 +7,27 @@ nor query have a sign to drop.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 
+from dualform.engine.fold import Reducer, fold
 from dualform.engine.groups import runs
-from dualform.engine.shards import Stop
-from dualform.engine.weights import needs_float64, tile_weights
+from dualform.engine.planner import Plan, check_strategy, chosen, sums_costs
+from dualform.engine.shards import Stop, Tile
 from dualform.store.grouping import Grouping
 
 if TYPE_CHECKING:
     from dualform.engine.index import Layer
 
+Strategy = Literal["auto", "key_sums", "scan"]
+
 
 class GroupSum:
-    """Adds up weights per group.
+    """Adds up weights per group: a reducer.
 
     Args:
         queries: Number of queries.
@@ -30,6 +35,8 @@ class GroupSum:
         absolute: Add |weight|.
         device: Where the weights are.
     """
+
+    values = False
 
     def __init__(
         self, queries: int, grouping: Grouping, absolute: bool, device: torch.device
@@ -39,14 +46,15 @@ class GroupSum:
         shape = (len(grouping.values), queries)
         self._totals = torch.zeros(shape, dtype=torch.float64, device=device)
 
-    def update(self, positions: np.ndarray, weights: torch.Tensor) -> None:
-        """Take a tile: positions int64 [rows], weights [n, rows]."""
+    def update(self, tile: Tile, weights: torch.Tensor) -> None:
+        """Take a tile and its weights, [n, rows]."""
+        codes = self._grouping.codes[tile.positions]
         if self._absolute:
             weights = weights.abs()
-        found = runs(self._grouping.codes[positions])
+        found = runs(codes)
         if len(found.spans) > 64:
-            codes = torch.from_numpy(self._grouping.codes[positions]).to(weights.device)
-            self._totals.index_add_(0, codes, weights.T.double())
+            groups = torch.from_numpy(codes).to(weights.device)
+            self._totals.index_add_(0, groups, weights.T.double())
             return
         if found.order is not None:
             weights = weights[:, found.order.to(weights.device)]
@@ -63,49 +71,112 @@ class GroupSum:
         return np.ascontiguousarray(self._totals.T.cpu().numpy())
 
 
+@dataclass(frozen=True)
+class Question:
+    """Sums to compute.
+
+    Attributes:
+        queries: float32 [n, d_in], finite.
+        grouping: The groups.
+        run_codes: int32 [runs], the group of each run's rows; negative where they differ.
+        absolute: Add |weight|.
+        selected: bool [total], the rows that take part, each in some group.
+    """
+
+    queries: torch.Tensor
+    grouping: Grouping
+    run_codes: np.ndarray
+    absolute: bool
+    selected: np.ndarray
+
+
+def whole_runs(layer: Layer, question: Question) -> np.ndarray:
+    """The runs whose stored key sums can stand for their rows, bool [runs]."""
+    selected, starts = question.selected, layer.space.run_starts
+    signless = layer.nonnegative and bool((question.queries >= 0).all())
+    if layer.run_sums is None or (question.absolute and not signless):
+        return np.zeros(len(starts), bool)
+    whole = question.run_codes >= 0
+    if selected is not layer.space.everything:
+        whole &= np.logical_and.reduceat(selected, starts)
+    return whole
+
+
+def left_to_scan(layer: Layer, question: Question, summed: np.ndarray) -> np.ndarray:
+    """The selected rows, bool [total], that are in none of the summed runs, bool [runs]."""
+    if not summed.any():
+        return question.selected
+    lengths = np.diff(layer.space.run_starts, append=layer.rows)
+    return np.asarray(question.selected & ~np.repeat(summed, lengths))
+
+
+def plan(
+    layer: Layer, question: Question, strategy: str
+) -> tuple[Plan, np.ndarray, np.ndarray | None]:
+    """How to compute sums.
+
+    Returns:
+        The plan, and what `total_weights` takes as `summed` and `scanned`.
+
+    Raises:
+        InvalidArgumentError: The strategy is unknown, or does not apply.
+    """
+    whole = whole_runs(layer, question)
+    rows = 0
+    if not whole.all():
+        scanned = left_to_scan(layer, question, whole)
+        rows = int(np.count_nonzero(scanned))
+    refused = None
+    if rows:
+        refused = f"{rows:,} rows are in no run whose key sum can stand for them"
+        if layer.run_sums is None:
+            refused = f"layer {layer.name!r} has no key sums"
+        elif question.absolute and not whole.any():
+            refused = "absolute weights are no product with a key sum"
+    check_strategy(strategy, {"key_sums": refused, "scan": None})
+    all_rows = int(np.count_nonzero(question.selected))
+    costs = sums_costs(layer, len(question.queries), int(np.count_nonzero(whole)), all_rows)
+    if strategy == "scan" or (refused is not None and not whole.any()):
+        del costs["key_sums"]
+        return chosen(strategy, costs, str(refused)), np.zeros_like(whole), question.selected
+    if refused is None:
+        reason = "every row is in a run whose key sum stands for it"
+        return Plan("key_sums", reason, costs), whole, None
+    part = sums_costs(layer, len(question.queries), int(np.count_nonzero(whole)), rows)
+    costs = {"scan": part["scan"] + part["key_sums"]}
+    reason = f"key sums stand for {all_rows - rows:,} rows, the other {rows:,} are multiplied"
+    return Plan("scan", reason, costs), whole, scanned
+
+
 def total_weights(
     layer: Layer,
-    queries: torch.Tensor,
-    grouping: Grouping,
-    run_codes: np.ndarray,
-    absolute: bool,
-    selected: np.ndarray,
+    question: Question,
+    summed: np.ndarray,
+    scanned: np.ndarray | None,
     device: torch.device,
     stop: Stop | None,
+    also: Sequence[Reducer] = (),
 ) -> np.ndarray:
     """Total attention weights.
 
     Args:
         layer: Whose rows.
-        queries: float32 [n, d_in].
-        grouping: The groups.
-        run_codes: int32 [runs], the group of each run's rows; negative where they differ.
-        absolute: Add |weight|.
-        selected: bool [total], the rows that take part, each in some group.
+        question: What is asked.
+        summed: bool [runs], which runs' key sums are taken.
+        scanned: bool [total], the other rows that take part; None for none.
         device: Where tiles are multiplied.
         stop: Asked between tiles.
+        also: What else takes the scan's tiles.
 
     Returns:
         float64 [n, groups].
     """
-    total = GroupSum(len(queries), grouping, absolute, device)
-    run_sums = layer.run_sums
-    signless = layer.nonnegative and bool((queries >= 0).all())
-    if run_sums is not None and (signless or not absolute):
-        codes, whole = run_codes, np.array(True)
-        if selected is not layer.space.everything:
-            whole = np.logical_and.reduceat(selected, layer.space.run_starts)
-        usable = (codes >= 0) & whole
-        total.add_runs(codes[usable], queries.double().numpy() @ run_sums[usable].T)
-        if usable.all():
-            return total.result()
-        lengths = np.diff(layer.space.run_starts, append=layer.rows)
-        selected = selected & ~np.repeat(usable, lengths)
-    norms = torch.linalg.vector_norm(queries.double(), dim=1)
-    own = queries.to(device)
-    for shard in layer.shards:
-        wide = needs_float64(norms, shard)
-        inside = selected[shard.start : shard.start + shard.rows]
-        for tile in shard.tiles(inside, len(queries), device=device, stop=stop):
-            total.update(tile.positions, tile_weights(own, tile.keys, wide=wide))
+    queries = question.queries
+    total = GroupSum(len(queries), question.grouping, question.absolute, device)
+    if summed.any():
+        assert layer.run_sums is not None
+        weights = queries.double().numpy() @ layer.run_sums[summed].T
+        total.add_runs(question.run_codes[summed], weights)
+    if scanned is not None:
+        fold(layer, queries, scanned, [total, *also], device, stop)
     return total.result()

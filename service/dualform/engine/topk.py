@@ -15,7 +15,8 @@ import torch
 
 from dualform.engine import flat
 from dualform.engine.candidates import Candidates, Ranking, merit
-from dualform.engine.shards import Shard, Stop
+from dualform.engine.planner import pruning_pays
+from dualform.engine.shards import Shard, Stop, Tile
 from dualform.engine.sketch import SketchedQueries, best_rows
 from dualform.engine.weights import needs_float64, tile_weights
 
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 _QUERY_BLOCK = 256
 _FAISS_SLACK = 32
-_PRUNES_BADLY = 0.5
 # With more groups than this in a shard, finding each one's best rows by sketch costs too much.
 _SEEDED_GROUPS = 64
 
@@ -38,8 +38,8 @@ def sketches_apply(layer: Layer, ranking: Ranking, device: torch.device) -> str 
     return None if device.type == "cpu" else "sketches are read on the CPU alone"
 
 
-def faiss_applies(ranking: Ranking, device: torch.device) -> str | None:
-    """Why FAISS can't answer this question; None where it can."""
+def faiss_applies(ranking: Ranking, whole: bool, device: torch.device) -> str | None:
+    """Why FAISS can't answer this question, of all rows or not; None where it can."""
     for given, what in (
         (ranking.grouping, "group_by"),
         (ranking.contribution, "contributions"),
@@ -49,6 +49,8 @@ def faiss_applies(ranking: Ranking, device: torch.device) -> str | None:
             return f"FAISS proposes rows by weight, without {what}"
     if ranking.order == "absolute":
         return "FAISS knows no absolute order"
+    if not whole:
+        return "FAISS searches whole shards, not what a filter leaves of them"
     if device.type != "cpu":
         return "FAISS searches on the CPU alone"
     most = flat.MAX_K - _FAISS_SLACK
@@ -63,9 +65,13 @@ class Scan:
         queries: float32 [n, d_in], finite.
         ranking: What is ranked.
         device: Where tiles are multiplied.
-        use_sketches: Let sketches rule rows out, until they prune badly; where they apply.
-        use_faiss: Let FAISS propose where whole shards take part; where it applies.
+        strategy: "certified", "flat" or "scan"; one that applies.
+        faiss: Whether FAISS applies: then it takes over where sketches prune badly.
         stop: Asked between tiles.
+
+    Attributes:
+        asked: Rows that sketches were asked about.
+        kept: Rows of these that they could not rule out.
     """
 
     def __init__(
@@ -74,17 +80,18 @@ class Scan:
         queries: torch.Tensor,
         ranking: Ranking,
         device: torch.device,
-        use_sketches: bool,
-        use_faiss: bool,
+        strategy: str,
+        faiss: bool,
         stop: Stop | None,
     ) -> None:
         self._layer = layer
         self._queries = queries
         self._ranking = ranking
         self._device = device
-        self._use_sketches = use_sketches
-        self._use_faiss = use_faiss
+        self._use_sketches = strategy == "certified"
+        self._use_faiss = strategy == "flat" or (strategy == "certified" and faiss)
         self._stop = stop
+        self.asked = self.kept = 0
 
     def run(self, selected: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Answer over the selected rows, bool [total], none of them with a key that is not finite.
@@ -109,11 +116,14 @@ class Scan:
         sketched = self._sketched(queries)
         for shard in self._layer.shards:
             own = selected[shard.start : shard.start + shard.rows]
-            if sketched is not None and not needs_float64(best.query_norms, shard):
-                kept = self._scan_pruned(shard, own, queries, sketched, best)
-                if kept > _PRUNES_BADLY * np.count_nonzero(own):
-                    sketched = None
-            elif self._use_faiss and own.all() and not needs_float64(best.query_norms, shard):
+            narrow = not needs_float64(best.query_norms, shard)
+            if sketched is not None and narrow:
+                if self._scan_pruned(shard, own, queries, sketched, best):
+                    continue
+                # What follows searches the whole shard, and offers everything again.
+                best.forget(np.arange(len(queries)), shard)
+                sketched = None
+            if self._use_faiss and narrow and own.all():
                 signed = -queries if ranking.order == "smallest" else queries
                 merits, inside = flat.search(shard, signed, ranking.k + _FAISS_SLACK, self._stop)
                 best.add_matrix(merits, inside + shard.start)
@@ -143,15 +153,25 @@ class Scan:
         queries: torch.Tensor,
         sketched: SketchedQueries,
         best: Candidates,
-    ) -> int:
-        """Propose the rows of a shard that their sketches can't rule out; how many these were."""
+    ) -> bool:
+        """Propose the rows of a shard that their sketches can't rule out, where that pays."""
+        rows = int(np.count_nonzero(selected))
+        if rows == 0:
+            return True
         assert shard.sketch is not None
         bounds = sketched.bounds(shard, shard.sketch.rows())
         done = self._promising(shard, selected, bounds, best)
         self._scan(shard, done, queries, best)
         kept = best.possible(bounds, shard, selected & ~done)
+        width = 4 * self._layer.d_in
+        left = int(np.count_nonzero(kept))
+        self.asked += rows
+        self.kept += left
+        faiss = self._use_faiss and rows == shard.rows
+        if left and not pruning_pays(left * width, rows * width, len(queries), faiss):
+            return False
         self._scan(shard, kept, queries, best)
-        return int(np.count_nonzero(kept))
+        return True
 
     def _promising(
         self, shard: Shard, selected: np.ndarray, bounds: torch.Tensor, best: Candidates
@@ -198,3 +218,36 @@ class Scan:
                     self._layer, tile.positions, scores, error, tile.values
                 )
             best.add_tile(merit(scores, self._ranking.order), errors, tile.positions, which)
+
+
+class RankedRows:
+    """Keeps the best rows of tiles that are multiplied for something else too: a reducer.
+
+    Args:
+        layer: Whose rows.
+        queries: float32 [n, d_in], finite.
+        ranking: What is ranked, by attention weight.
+        device: Where the weights are.
+    """
+
+    values = False
+
+    def __init__(
+        self, layer: Layer, queries: torch.Tensor, ranking: Ranking, device: torch.device
+    ) -> None:
+        self._best = Candidates(layer, queries, ranking)
+        self._order = ranking.order
+        self._errors = torch.from_numpy(self._best.error)[:, None].to(device)
+        self._finite = None if layer.nonfinite == 0 else layer.finite
+
+    def update(self, tile: Tile, weights: torch.Tensor) -> None:
+        """Take a tile and its weights, [n, rows]."""
+        if self._finite is not None:
+            # NaN is never ranked.
+            finite = torch.from_numpy(self._finite[tile.positions]).to(weights.device)
+            weights = torch.where(finite, weights, torch.nan)
+        self._best.add_tile(merit(weights, self._order), self._errors, tile.positions, None)
+
+    def result(self) -> tuple[np.ndarray, np.ndarray]:
+        """Positions, int64 [n * groups, k], and exact scores, float32; padded with -1 and NaN."""
+        return self._best.result()

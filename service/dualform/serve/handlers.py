@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import grpc
@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError
 
 from dualform.engine.errors import DataLossError, EngineError, InvalidArgumentError
 from dualform.engine.requests import Catalog
+from dualform.serve.joined import MOST_BYTES, JoinedScans
 from dualform.serve.scans import ScanQueue, Stop
 from dualform.serve.status import abort, internal_error
 from dualform.v1 import attribution_pb2 as pb
@@ -23,6 +24,8 @@ from dualform.v1 import attribution_pb2 as pb
 SERVICE = pb.DESCRIPTOR.services_by_name["AttributionService"]
 # Answered from memory, at once, however long the queue is.
 CHEAP = frozenset({"ListIndexes", "GetIndex"})
+# Answered together where they differ in nothing but their queries.
+JOINED = frozenset({"TopK", "Sums", "DualOutput"})
 
 _LOG = logging.getLogger("dualform.serve")
 _Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
@@ -38,15 +41,23 @@ def attribution_handlers(
         scans: Runs what is not cheap.
         damage_found: Awaited after an answer failed because of a damaged file.
     """
+
+    def answer_all(requests: Sequence[Any], stop: Stop) -> Sequence[bytes | EngineError]:
+        if len(requests) == 1:
+            return [bytes(catalog.answer(requests[0], stop).SerializeToString())]
+        return [
+            found if isinstance(found, EngineError) else bytes(found.SerializeToString())
+            for found in catalog.answer_together(requests, stop)
+        ]
+
+    joined = JoinedScans(scans, answer_all)
     handlers = {}
     for method in SERVICE.methods:
-        if method.name == "Explain":
-            continue
         own = (method.name, method.input_type.name, catalog, scans, damage_found)
         handlers[method.name] = (
             grpc.unary_stream_rpc_method_handler(_stream_handler(*own))
             if method.server_streaming
-            else grpc.unary_unary_rpc_method_handler(_handler(*own))
+            else grpc.unary_unary_rpc_method_handler(_handler(*own, joined))
         )
     return grpc.method_handlers_generic_handler(SERVICE.full_name, handlers)
 
@@ -57,6 +68,7 @@ def _handler(
     catalog: Catalog,
     scans: ScanQueue,
     damage_found: Callable[[], Awaitable[None]],
+    joined: JoinedScans,
 ) -> Callable[[bytes, _Context], Awaitable[bytes]]:
     def answer(data: bytes, stop: Stop | None) -> bytes:
         request = _decoded(request_name, data)
@@ -66,6 +78,9 @@ def _handler(
         try:
             if method in CHEAP:
                 return answer(data, None)
+            if method in JOINED and len(data) <= MOST_BYTES:
+                request = _decoded(request_name, data)
+                return await joined.run(_key(method, request), request, len(data))
             return await scans.run(lambda stop: answer(data, stop))
         except Exception as error:
             refusal = error
@@ -107,6 +122,14 @@ def _stream_handler(
         raise await _refused(method, refusal, context, damage_found)
 
     return handle
+
+
+def _key(method: str, request: Any) -> bytes:
+    """The same for requests that differ in nothing but their queries."""
+    alike = type(request)()
+    alike.CopyFrom(request)
+    alike.ClearField("queries")
+    return method.encode() + bytes(alike.SerializeToString(deterministic=True))
 
 
 def _decoded(request_name: str, data: bytes) -> Any:

@@ -9,14 +9,17 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from dualform.engine.errors import ResourceExhaustedError
+from dualform.serve.memory import heap
 
 T = TypeVar("T")
 Stop = Callable[[], bool]
+
+_LOOK_AGAIN_S = 0.01
 
 
 class ScanQueue:
@@ -29,38 +32,61 @@ class ScanQueue:
         self._concurrent = concurrent
         self._queued = queued
         self._running = asyncio.Semaphore(concurrent)
+        self._free = concurrent
         self._waiting = 0
         self._streams = 0
-        self._no_streams = asyncio.Event()
-        self._no_streams.set()
         self._pool = ThreadPoolExecutor(concurrent, thread_name_prefix="scan")
 
-    async def run(self, scan: Callable[[Stop], T], *, admitted: bool = False) -> T:
+    async def run(
+        self,
+        scan: Callable[[Stop], T],
+        *,
+        admitted: bool = False,
+        starting: Callable[[], None] = lambda: None,
+    ) -> T:
         """Run `scan(stop)` in a thread once it is its turn.
 
         Args:
             scan: Called with a function that returns True once the caller has given up.
-            admitted: Wait however long the queue is: part of an answer that `stream` let in.
+            admitted: It was let in already: by `enter` or `stream`.
+            starting: Called in the event loop when its turn has come.
 
         Raises:
             ResourceExhaustedError: The queue is full.
             asyncio.CancelledError: The caller gave up: its deadline passed or it went away.
         """
-        if not admitted and self._running.locked() and self._waiting >= self._queued:
-            raise _busy(f"{self._concurrent} scans run and {self._waiting} wait")
-        self._waiting += 1
+        if not admitted:
+            self.enter()
         try:
             await self._running.acquire()
         finally:
-            self._waiting -= 1
+            if not admitted:
+                self.leave(1)
+        self._free -= 1
+        starting()
         stop = threading.Event()
         loop = asyncio.get_running_loop()
         future = self._pool.submit(scan, stop.is_set)
-        future.add_done_callback(lambda done: self._release(loop, done))
+        future.add_done_callback(lambda done: self._release(loop))
         try:
             return await asyncio.wrap_future(future)
         finally:
             stop.set()
+
+    def enter(self) -> None:
+        """Begin to wait; `leave` ends it.
+
+        Raises:
+            ResourceExhaustedError: The queue is full.
+        """
+        if self._waiting >= self._queued + self._free:
+            running = self._concurrent - self._free
+            raise _busy(f"{running} scans run and {self._waiting} wait")
+        self._waiting += 1
+
+    def leave(self, count: int) -> None:
+        """So many wait no longer."""
+        self._waiting -= count
 
     @contextmanager
     def stream(self) -> Iterator[None]:
@@ -72,17 +98,15 @@ class ScanQueue:
         if self._streams >= self._concurrent + self._queued:
             raise _busy(f"{self._streams} answers are being sent in parts")
         self._streams += 1
-        self._no_streams.clear()
         try:
             yield
         finally:
             self._streams -= 1
-            if self._streams == 0:
-                self._no_streams.set()
 
     async def drain(self) -> None:
         """Wait until no scan runs or waits, and take every place: nothing starts afterwards."""
-        await self._no_streams.wait()
+        while self._waiting or self._streams:
+            await asyncio.sleep(_LOOK_AGAIN_S)
         for _ in range(self._concurrent):
             await self._running.acquire()
 
@@ -90,9 +114,14 @@ class ScanQueue:
         """Wait for the threads. Nothing may be asked afterwards."""
         self._pool.shutdown(wait=True)
 
-    def _release(self, loop: asyncio.AbstractEventLoop, future: Future[Any]) -> None:
+    def _release(self, loop: asyncio.AbstractEventLoop) -> None:
+        def release() -> None:
+            self._free += 1
+            self._running.release()
+
+        heap.give_back()
         try:
-            loop.call_soon_threadsafe(self._running.release)
+            loop.call_soon_threadsafe(release)
         except RuntimeError:
             # The loop ended before the thread did: nobody waits for its place any more.
             if not loop.is_closed():

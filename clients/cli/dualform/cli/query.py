@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from dualform.client import Client, Coverage, SumsResult
+    from dualform.client import ChosenPlan, Client, Coverage, SumsResult
 
 
 def add_to(commands: Any) -> None:
@@ -34,6 +34,7 @@ def add_to(commands: Any) -> None:
     top_k.add_argument(
         "--at-step", type=int, metavar="S", help="contributions to the layer after S steps"
     )
+    _plan_options(top_k, ["certified", "flat", "scan"])
     top_k.add_argument(
         "--distinct", metavar="COLUMN", help="of rows with the same value only the best"
     )
@@ -43,6 +44,7 @@ def add_to(commands: Any) -> None:
     sums.add_argument(
         "--bins", type=_edges, metavar="A,B,…", help="sum over ranges of a numeric column"
     )
+    _plan_options(sums, ["key_sums", "scan"])
     profile = _question(kinds, "profile", _profile, "total attention weight over training steps")
     profile.add_argument("--bins", type=int, default=50, help="equal parts (default 50)")
     profile.add_argument("--absolute", action="store_true", help="sum absolute values")
@@ -53,6 +55,12 @@ def add_to(commands: Any) -> None:
     output = _question(kinds, "output", _output, "the dual output: initial part and contributions")
     output.add_argument("--at-step", type=int, metavar="S", help="the layer after S steps")
     output.add_argument("--group-by", metavar="COLUMN", help="each group's part alone")
+    _plan_options(output, ["rebuilt", "scan"])
+
+
+def _plan_options(parser: argparse.ArgumentParser, strategies: list[str]) -> None:
+    parser.add_argument("--strategy", choices=["auto", *strategies], default="auto")
+    parser.add_argument("--explain-plan", action="store_true", help="tell the strategy, and why")
 
 
 def _question(kinds: Any, name: str, run: Any, what: str) -> argparse.ArgumentParser:
@@ -138,6 +146,8 @@ def _top_k(options: argparse.Namespace) -> int:
             unit=options.unit,
             at_step=options.at_step,
             distinct=options.distinct,
+            strategy=options.strategy,
+            explain_plan=options.explain_plan,
             index=options.index,
             timeout=options.timeout,
         )
@@ -150,6 +160,7 @@ def _top_k(options: argparse.Namespace) -> int:
                 "columns": dict(hits.columns),
                 "groups": hits.groups,
                 "coverage": _coverage(hits.coverage),
+                **_plan(hits.plan),
             }
         )
         return 0
@@ -171,6 +182,7 @@ def _top_k(options: argparse.Namespace) -> int:
             print_table(headers, lines)
             print()
     _print_coverage(hits.coverage)
+    _print_plan(hits.plan)
     return 0
 
 
@@ -184,6 +196,8 @@ def _sums(options: argparse.Namespace) -> int:
             absolute=options.absolute,
             where=options.where,
             bins=options.bins,
+            strategy=options.strategy,
+            explain_plan=options.explain_plan,
             index=options.index,
             timeout=options.timeout,
         )
@@ -213,6 +227,7 @@ def _print_sums(options: argparse.Namespace, sums: SumsResult, title: str) -> in
                 "values": sums.values,
                 "counts": sums.counts,
                 "coverage": _coverage(sums.coverage),
+                **_plan(sums.plan),
             }
         )
         return 0
@@ -224,6 +239,7 @@ def _print_sums(options: argparse.Namespace, sums: SumsResult, title: str) -> in
         )
         print()
     _print_coverage(sums.coverage)
+    _print_plan(sums.plan)
     return 0
 
 
@@ -276,6 +292,8 @@ def _output(options: argparse.Namespace) -> int:
             where=options.where,
             at_step=options.at_step,
             group_by=options.group_by,
+            strategy=options.strategy,
+            explain_plan=options.explain_plan,
             index=options.index,
             timeout=options.timeout,
         )
@@ -289,6 +307,7 @@ def _output(options: argparse.Namespace) -> int:
                 "groups": output.groups,
                 "counts": output.counts,
                 "coverage": _coverage(output.coverage),
+                **_plan(output.plan),
             }
         )
         return 0
@@ -308,6 +327,7 @@ def _output(options: argparse.Namespace) -> int:
         print_table(list(columns), zip(*columns.values(), strict=True))
         print()
     _print_coverage(output.coverage)
+    _print_plan(output.plan)
     return 0
 
 
@@ -342,3 +362,17 @@ def _print_coverage(coverage: Coverage) -> None:
         else ""
     )
     print(f"covers {coverage.rows:,} of {coverage.total:,} rows{beside}")
+
+
+def _plan(plan: ChosenPlan | None) -> dict[str, Any]:
+    if plan is None:
+        return {}
+    costs = dict(plan.costs)
+    return {"plan": {"strategy": plan.strategy, "reason": plan.reason, "costs": costs}}
+
+
+def _print_plan(plan: ChosenPlan | None) -> None:
+    if plan is None:
+        return
+    costs = ", ".join(f"{name} {1e3 * cost:.3g} ms" for name, cost in plan.costs.items())
+    print(f"strategy {plan.strategy}: {plan.reason}; estimates: {costs}")

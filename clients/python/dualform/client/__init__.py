@@ -22,8 +22,10 @@ from dualform.client._info import (
     ServerLimits,
 )
 from dualform.client._results import (
+    ChosenPlan,
     Coverage,
     DualOutputResult,
+    Explanation,
     SumsResult,
     TopKResult,
     WeightsChunk,
@@ -48,12 +50,14 @@ from dualform.v1.attribution_pb2 import Filter
 __all__ = [
     "AsyncClient",
     "CancelledError",
+    "ChosenPlan",
     "Client",
     "Coverage",
     "DataLossError",
     "DeadlineExceededError",
     "DualOutputResult",
     "DualformError",
+    "Explanation",
     "FailedPreconditionError",
     "Filter",
     "IndexInfo",

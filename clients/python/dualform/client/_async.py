@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Mapping,
+)
 from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +21,7 @@ from dualform.client._local import AsyncLocalTransport
 from dualform.client._questions import Pause, Plan, Questions
 from dualform.client._results import (
     DualOutputResult,
+    Explanation,
     SumsResult,
     TopKResult,
     WeightsChunk,
@@ -75,6 +83,8 @@ class AsyncClient:
         unit: int | None = None,
         at_step: int | None = None,
         distinct: str | None = None,
+        strategy: str = "auto",
+        explain_plan: bool = False,
         index: str | None = None,
         timeout: float | None = None,
     ) -> TopKResult:
@@ -91,6 +101,8 @@ class AsyncClient:
                 unit,
                 at_step,
                 distinct,
+                strategy,
+                explain_plan,
                 index,
                 timeout,
             )
@@ -105,12 +117,25 @@ class AsyncClient:
         absolute: bool = False,
         where: str | Filter | None = None,
         bins: Iterable[float] | None = None,
+        strategy: str = "auto",
+        explain_plan: bool = False,
         index: str | None = None,
         timeout: float | None = None,
     ) -> SumsResult:
         """As `Client.sums`."""
         return await self._run(
-            self._questions.sums(layer, queries, group_by, absolute, where, bins, index, timeout)
+            self._questions.sums(
+                layer,
+                queries,
+                group_by,
+                absolute,
+                where,
+                bins,
+                strategy,
+                explain_plan,
+                index,
+                timeout,
+            )
         )
 
     async def profile(
@@ -137,12 +162,52 @@ class AsyncClient:
         where: str | Filter | None = None,
         at_step: int | None = None,
         group_by: str | None = None,
+        strategy: str = "auto",
+        explain_plan: bool = False,
         index: str | None = None,
         timeout: float | None = None,
     ) -> DualOutputResult:
         """As `Client.dual_output`."""
         return await self._run(
-            self._questions.dual_output(layer, queries, where, at_step, group_by, index, timeout)
+            self._questions.dual_output(
+                layer,
+                queries,
+                where,
+                at_step,
+                group_by,
+                strategy,
+                explain_plan,
+                index,
+                timeout,
+            )
+        )
+
+    async def explain(
+        self,
+        queries: Mapping[str, object],
+        *,
+        k: int | None = 10,
+        order: str = "largest",
+        where: str | Filter | None = None,
+        group_by: str | None = None,
+        absolute: bool = False,
+        output: bool = False,
+        index: str | None = None,
+        timeout: float | None = None,
+    ) -> dict[str, Explanation]:
+        """As `Client.explain`."""
+        return await self._run(
+            self._questions.explain(
+                queries,
+                k,
+                order,
+                where,
+                group_by,
+                absolute,
+                output,
+                index,
+                timeout,
+            )
         )
 
     def stream_weights(

@@ -25,12 +25,16 @@ from dualform.client._info import (
     summary_of,
 )
 from dualform.client._results import (
+    STRATEGIES,
     DualOutputResult,
+    Explanation,
     Result,
     SumsResult,
     TopKResult,
     dual_output_of,
+    explanations_of,
     join,
+    join_explanations,
     sums_of,
     top_k_of,
 )
@@ -112,6 +116,8 @@ class Questions:
         unit: int | None,
         at_step: int | None,
         distinct: str | None,
+        strategy: str,
+        explain_plan: bool,
         index: str | None,
         timeout: float | None,
     ) -> Plan[TopKResult]:
@@ -128,6 +134,8 @@ class Questions:
             unit=_optional(unit, "unit"),
             at_step=_optional(at_step, "at_step"),
             distinct=_name(distinct, "distinct"),
+            strategy=_choice(strategy, STRATEGIES, "strategy"),
+            explain_plan=bool(explain_plan),
         )
         return (yield from self._batches(request, restriction, queries, timeout, top_k_of))
 
@@ -139,6 +147,8 @@ class Questions:
         absolute: bool,
         where: str | pb.Filter | None,
         bins: Iterable[float] | None,
+        strategy: str,
+        explain_plan: bool,
         index: str | None,
         timeout: float | None,
     ) -> Plan[SumsResult]:
@@ -155,6 +165,8 @@ class Questions:
             absolute=bool(absolute),
             where=restriction.filter,
             bins=None if bins is None else _edges(bins),
+            strategy=_choice(strategy, STRATEGIES, "strategy"),
+            explain_plan=bool(explain_plan),
         )
         return (yield from self._batches(request, restriction, queries, timeout, sums_of))
 
@@ -180,7 +192,16 @@ class Questions:
         steps = (yield from self.index(index, deadline.remaining())).steps
         edges = np.linspace(0, max(steps, 1), count + 1).tolist()
         found = yield from self.sums(
-            layer, queries, "step", absolute, where, edges, index, deadline.remaining()
+            layer,
+            queries,
+            "step",
+            absolute,
+            where,
+            edges,
+            "auto",
+            False,
+            index,
+            deadline.remaining(),
         )
         return found
 
@@ -191,6 +212,8 @@ class Questions:
         where: str | pb.Filter | None,
         at_step: int | None,
         group_by: str | None,
+        strategy: str,
+        explain_plan: bool,
         index: str | None,
         timeout: float | None,
     ) -> Plan[DualOutputResult]:
@@ -202,8 +225,63 @@ class Questions:
             where=restriction.filter,
             at_step=_optional(at_step, "at_step"),
             group_by=_name(group_by, "group_by"),
+            strategy=_choice(strategy, STRATEGIES, "strategy"),
+            explain_plan=bool(explain_plan),
         )
         return (yield from self._batches(request, restriction, queries, timeout, dual_output_of))
+
+    def explain(
+        self,
+        queries: Mapping[str, object],
+        k: int | None,
+        order: str,
+        where: str | pb.Filter | None,
+        group_by: str | None,
+        absolute: bool,
+        output: bool,
+        index: str | None,
+        timeout: float | None,
+    ) -> Plan[dict[str, Explanation]]:
+        """See Client.explain."""
+        deadline = self._deadline(timeout)
+        if not isinstance(queries, Mapping):
+            raise InvalidArgumentError(
+                f"queries are {type(queries).__name__}; explain takes them by layer, such as "
+                "capture_queries gives",
+                field="queries",
+            )
+        restriction = where_of(where)
+        template = pb.ExplainRequest(
+            index=_name(index, "index"),
+            where=restriction.filter,
+            k=0 if k is None else int64(k, "k"),
+            order=_choice(order, _ORDERS, "order"),
+            group_by=_name(group_by, "group_by"),
+            absolute=bool(absolute),
+            output=bool(output),
+        )
+        left = {_layer(layer): query_matrix(own) for layer, own in queries.items()}
+        limits = yield from self._known_limits(deadline)
+        widest = np.empty((0, max(1, sum(own.shape[1] for own in left.values()))), np.float32)
+        size = _batch_size(template, widest, limits)
+        parts: dict[str, list[Explanation]] = {layer: [] for layer in left}
+        # At least once: what an empty request gets is the server's word.
+        while left or not any(parts.values()):
+            request = pb.ExplainRequest()
+            request.CopyFrom(template)
+            for layer, own in left.items():
+                request.layers.add(layer=layer, queries=tensor_of(own[:size]))
+            try:
+                response = yield from self._send(request, deadline)
+            except ResourceExhaustedError as error:
+                size = _halved(error, min(size, max(map(len, left.values()), default=0)))
+                continue
+            except InvalidArgumentError as error:
+                raise (restriction.located(error) if error.field == "where" else error) from None
+            for layer, found in zip(left, explanations_of(response), strict=True):
+                parts[layer].append(found)
+            left = {layer: own[size:] for layer, own in left.items() if len(own) > size}
+        return {layer: join_explanations(own) for layer, own in parts.items()}
 
     def stream_weights(
         self, layer: str, queries: object, index: str | None, timeout: float | None

@@ -33,6 +33,21 @@ class Coverage:
     nonfinite: int
 
 
+@dataclass(frozen=True)
+class ChosenPlan:
+    """How the server found an answer, and why; the answer is the same by every strategy.
+
+    Attributes:
+        strategy: "scan", "flat", "certified", "key_sums", "distinct_keys" or "rebuilt".
+        reason: One sentence.
+        costs: Estimated seconds by strategy, of those that apply.
+    """
+
+    strategy: str
+    reason: str
+    costs: Mapping[str, float]
+
+
 @dataclass(frozen=True, eq=False)
 class TopKResult:
     """The k best rows per query, or per query and group.
@@ -49,6 +64,7 @@ class TopKResult:
         coverage: How many rows took part.
         counts: int64, the shape of `rows`: how many rows that took part share the row's value (in
             its group), 0 where fewer match; None without `distinct`.
+        plan: How the answer was found; None without `explain_plan`.
     """
 
     rows: npt.NDArray[np.int64]
@@ -57,6 +73,7 @@ class TopKResult:
     groups: list[Any] | None
     coverage: Coverage
     counts: npt.NDArray[np.int64] | None = None
+    plan: ChosenPlan | None = None
 
     def __getitem__(self, column: str) -> npt.NDArray[Any]:
         if column not in self.columns:
@@ -101,12 +118,14 @@ class SumsResult:
         values: float64 [n, groups].
         counts: int64 [groups]: rows per group.
         coverage: How many rows took part.
+        plan: How the answer was found; None without `explain_plan`.
     """
 
     groups: list[Any]
     values: npt.NDArray[np.float64]
     counts: npt.NDArray[np.int64]
     coverage: Coverage
+    plan: ChosenPlan | None = None
 
     def to_pandas(self) -> pd.DataFrame:
         """A line per query, a column per group.
@@ -120,6 +139,21 @@ class SumsResult:
             index=pandas.RangeIndex(len(self.values), name="query"),
             columns=pandas.Index(self.groups, name="group", dtype=_label_dtype(self.groups)),
         )
+
+
+@dataclass(frozen=True, eq=False)
+class Explanation:
+    """Several answers about one layer.
+
+    Attributes:
+        top_k: The best rows by weight; None without `k`.
+        sums: Totals per group; None without `group_by`.
+        output: The dual output, split by group with `group_by`; None without `output`.
+    """
+
+    top_k: TopKResult | None
+    sums: SumsResult | None
+    output: DualOutputResult | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,6 +187,7 @@ class DualOutputResult:
             whole output starts from weights that training kept on the way: what float32 rounded
             in training up to them. Whole = `initial` + the groups' parts + `residual`. None
             otherwise: the parts add up without.
+        plan: How the answer was found; None without `explain_plan`.
     """
 
     values: npt.NDArray[np.float32]
@@ -162,6 +197,7 @@ class DualOutputResult:
     counts: npt.NDArray[np.int64] | None
     coverage: Coverage
     residual: npt.NDArray[np.float32] | None = None
+    plan: ChosenPlan | None = None
 
     def to_pandas(self) -> pd.DataFrame:
         """A line per query (with `group_by`: per query and group), a column per output unit.
@@ -194,6 +230,7 @@ def top_k_of(message: pb.TopKResponse) -> TopKResult:
         groups=groups_of(message.groups, rows.shape[1]) if message.HasField("groups") else None,
         coverage=_coverage(message.coverage),
         counts=array_of(message.counts) if message.HasField("counts") else None,
+        plan=_plan_of(message),
     )
 
 
@@ -207,6 +244,7 @@ def sums_of(message: pb.SumsResponse) -> SumsResult:
         values=values,
         counts=array_of(message.counts),
         coverage=_coverage(message.coverage),
+        plan=_plan_of(message),
     )
 
 
@@ -228,6 +266,29 @@ def dual_output_of(message: pb.DualOutputResponse) -> DualOutputResult:
         counts=array_of(message.counts) if grouped else None,
         coverage=_coverage(message.coverage),
         residual=array_of(message.residual) if message.HasField("residual") else None,
+        plan=_plan_of(message),
+    )
+
+
+def explanations_of(message: pb.ExplainResponse) -> list[Explanation]:
+    """From the wire."""
+    return [
+        Explanation(
+            top_k=top_k_of(own.top_k) if own.HasField("top_k") else None,
+            sums=sums_of(own.sums) if own.HasField("sums") else None,
+            output=dual_output_of(own.output) if own.HasField("output") else None,
+        )
+        for own in message.layers
+    ]
+
+
+def join_explanations(parts: Sequence[Explanation]) -> Explanation:
+    """As `join`, of each answer."""
+    first = parts[0]
+    return Explanation(
+        None if first.top_k is None else join([own.top_k for own in parts if own.top_k]),
+        None if first.sums is None else join([own.sums for own in parts if own.sums]),
+        None if first.output is None else join([own.output for own in parts if own.output]),
     )
 
 
@@ -273,6 +334,32 @@ def _memory(part: TopKResult | SumsResult | DualOutputResult) -> tuple[object, .
 
 def _coverage(message: pb.Coverage) -> Coverage:
     return Coverage(message.rows, message.total, message.nonfinite)
+
+
+STRATEGIES = {
+    "auto": pb.STRATEGY_UNSPECIFIED,
+    "scan": pb.STRATEGY_SCAN,
+    "flat": pb.STRATEGY_FLAT,
+    "certified": pb.STRATEGY_CERTIFIED,
+    "key_sums": pb.STRATEGY_KEY_SUMS,
+    "distinct_keys": pb.STRATEGY_DISTINCT_KEYS,
+    "rebuilt": pb.STRATEGY_REBUILT,
+}
+
+
+def _plan_of(
+    message: pb.TopKResponse | pb.SumsResponse | pb.DualOutputResponse,
+) -> ChosenPlan | None:
+    if not message.HasField("plan"):
+        return None
+    names: dict[int, str] = {number: name for name, number in STRATEGIES.items()}
+
+    def name(number: int) -> str:
+        return names.get(number, str(number))  # a newer server's
+
+    plan = message.plan
+    costs = {name(cost.strategy): cost.seconds for cost in plan.costs}
+    return ChosenPlan(name(plan.strategy), plan.reason, costs)
 
 
 def _label_dtype(groups: list[Any]) -> Any:

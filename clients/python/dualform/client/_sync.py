@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +14,7 @@ from dualform.client._local import LocalTransport
 from dualform.client._questions import Pause, Plan, Questions
 from dualform.client._results import (
     DualOutputResult,
+    Explanation,
     SumsResult,
     TopKResult,
     WeightsChunk,
@@ -102,6 +103,8 @@ class Client:
         unit: int | None = None,
         at_step: int | None = None,
         distinct: str | None = None,
+        strategy: str = "auto",
+        explain_plan: bool = False,
         index: str | None = None,
         timeout: float | None = None,
     ) -> TopKResult:
@@ -124,6 +127,9 @@ class Client:
                 the trained layer. With "contribution" only.
             distinct: A metadata column: of rows with the same value only the best counts, and
                 `counts` says how many took part. Rows without a value stand for themselves.
+            strategy: "auto", or "certified", "flat" or "scan": how rows are found. The answer is
+                the same; one that does not apply is refused.
+            explain_plan: Say in `plan` which strategy was chosen, and why.
             index: Its name; None where one is served.
             timeout: Seconds.
 
@@ -150,6 +156,8 @@ class Client:
                 unit,
                 at_step,
                 distinct,
+                strategy,
+                explain_plan,
                 index,
                 timeout,
             )
@@ -164,6 +172,8 @@ class Client:
         absolute: bool = False,
         where: str | Filter | None = None,
         bins: Iterable[float] | None = None,
+        strategy: str = "auto",
+        explain_plan: bool = False,
         index: str | None = None,
         timeout: float | None = None,
     ) -> SumsResult:
@@ -178,6 +188,8 @@ class Client:
             bins: Ascending edges for a numeric column, as in `numpy.histogram`: group i holds
                 bins[i] <= value < bins[i + 1], the last one its upper edge too. Other rows take no
                 part; groups are called by their lower edges.
+            strategy: "auto", "key_sums" or "scan"; as for `top_k`.
+            explain_plan: As for `top_k`.
             index: Its name; None where one is served.
             timeout: Seconds.
 
@@ -188,7 +200,18 @@ class Client:
             InvalidArgumentError, NotFoundError, ResourceExhaustedError: As for `top_k`.
         """
         return self._run(
-            self._questions.sums(layer, queries, group_by, absolute, where, bins, index, timeout)
+            self._questions.sums(
+                layer,
+                queries,
+                group_by,
+                absolute,
+                where,
+                bins,
+                strategy,
+                explain_plan,
+                index,
+                timeout,
+            )
         )
 
     def profile(
@@ -231,6 +254,8 @@ class Client:
         where: str | Filter | None = None,
         at_step: int | None = None,
         group_by: str | None = None,
+        strategy: str = "auto",
+        explain_plan: bool = False,
         index: str | None = None,
         timeout: float | None = None,
     ) -> DualOutputResult:
@@ -243,6 +268,8 @@ class Client:
             at_step: The layer after so many steps; None for the trained layer. Not the same as
                 the filter "step < s", which keeps the trained layer's coefficients.
             group_by: A metadata column: each group's part alone.
+            strategy: "auto", "rebuilt" or "scan"; as for `top_k`.
+            explain_plan: As for `top_k`.
             index: Its name; None where one is served.
             timeout: Seconds.
 
@@ -254,7 +281,65 @@ class Client:
             FailedPreconditionError: The index holds no values, or the layer has no exact dual form.
         """
         return self._run(
-            self._questions.dual_output(layer, queries, where, at_step, group_by, index, timeout)
+            self._questions.dual_output(
+                layer,
+                queries,
+                where,
+                at_step,
+                group_by,
+                strategy,
+                explain_plan,
+                index,
+                timeout,
+            )
+        )
+
+    def explain(
+        self,
+        queries: Mapping[str, object],
+        *,
+        k: int | None = 10,
+        order: str = "largest",
+        where: str | Filter | None = None,
+        group_by: str | None = None,
+        absolute: bool = False,
+        output: bool = False,
+        index: str | None = None,
+        timeout: float | None = None,
+    ) -> dict[str, Explanation]:
+        """Several answers for several layers; what needs a scan of a layer's memory scans it once.
+
+        Args:
+            queries: float32 [n, d_in] by layer, such as `capture_queries` gives.
+            k: The best rows by weight, as `top_k` gives; None for none.
+            order: As for `top_k`.
+            where: Which rows take part, in all answers.
+            group_by: A metadata column: `sums` over it, and the output split by it; None for no
+                sums, and the output whole.
+            absolute: Sum |a_t| instead of a_t.
+            output: The dual output too.
+            index: Its name; None where one is served.
+            timeout: Seconds.
+
+        Returns:
+            By layer, in the order given: `top_k`, `sums` and `output`, None for what was not asked.
+
+        Raises:
+            InvalidArgumentError, NotFoundError, ResourceExhaustedError: As for `top_k`.
+            FailedPreconditionError: As for `dual_output`.
+        """
+        return self._run(
+            self._questions.explain(
+                queries,
+                k,
+                order,
+                where,
+                group_by,
+                absolute,
+                output,
+                index,
+                timeout,
+            )
         )
 
     def stream_weights(

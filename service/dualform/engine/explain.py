@@ -1,0 +1,115 @@
+"""Several answers about one layer: those that need a scan share it, the others take their own way.
+
+A scan's product of queries and keys serves the output, the sums and the top-k alike. So where one
+of them scans every row that takes part, the others ride along; otherwise each is found by itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from dualform.engine import dual_output, sums
+from dualform.engine.candidates import Ranking
+from dualform.engine.fold import Reducer, fold
+from dualform.engine.planner import Plan
+from dualform.engine.shards import Stop
+from dualform.engine.topk import RankedRows
+
+if TYPE_CHECKING:
+    from dualform.engine.index import Layer
+
+# Where key sums stand for fewer rows than this share, scanning all rows for all answers is cheaper.
+_MOSTLY = 0.75
+
+
+@dataclass(frozen=True)
+class Questions:
+    """What is asked of one layer, None for what is not.
+
+    Attributes:
+        queries: float32 [n, d_in], finite.
+        selected: bool [total], by position: the rows that take part.
+        ranking: The best rows by weight.
+        sums: Totals.
+        output: The trained layer's output.
+    """
+
+    queries: torch.Tensor
+    selected: np.ndarray
+    ranking: Ranking | None
+    sums: sums.Question | None
+    output: dual_output.Question | None
+
+
+@dataclass(frozen=True)
+class Found:
+    """Answers, None for what was not asked, or for a top-k that no scan has found.
+
+    Attributes:
+        hits: Positions, int64 [n, k], and scores, float32 [n, k]; padded with -1 and NaN.
+        sums: float64 [n, groups].
+        output: The output's parts.
+        plans: How each was found, by name: "top_k", "sums", "output".
+    """
+
+    hits: tuple[np.ndarray, np.ndarray] | None
+    sums: np.ndarray | None
+    output: dual_output.Parts | None
+    plans: dict[str, Plan]
+
+
+def explain(
+    layer: Layer,
+    asked: Questions,
+    rows: int,
+    outputs: dual_output.DualOutputs,
+    device: torch.device,
+    stop: Stop | None,
+) -> Found:
+    """Answer what shares a scan, and what needs none; a top-k without any scan is left to others.
+
+    Args:
+        layer: Whose memory.
+        asked: The questions.
+        rows: How many rows take part.
+        outputs: Answers outputs.
+        device: Where tiles are multiplied.
+        stop: Asked between tiles.
+    """
+    plans: dict[str, Plan] = {}
+    scan_all, summed, scanned = False, np.zeros(0, bool), None
+    if asked.output is not None:
+        plans["output"] = dual_output.plan(layer, asked.output, rows)
+        scan_all = plans["output"].strategy == "scan"
+    if asked.sums is not None:
+        plans["sums"], summed, scanned = sums.plan(layer, asked.sums, "auto")
+        if scanned is not None and np.count_nonzero(scanned) > (1 - _MOSTLY) * rows:
+            scan_all = True
+    riders: list[Reducer] = []
+    ranked = total = None
+    if scan_all and asked.ranking is not None:
+        ranked = RankedRows(layer, asked.queries, asked.ranking, device)
+        riders.append(ranked)
+    if scan_all and asked.sums is not None and scanned is not None:
+        total = sums.GroupSum(len(asked.queries), asked.sums.grouping, asked.sums.absolute, device)
+        riders.append(total)
+    parts = totals = None
+    if asked.output is not None:
+        parts = outputs.answer(layer, asked.output, stop, riders)
+    if riders and plans.get("output", _NO_PLAN).strategy != "scan":
+        fold(layer, asked.queries, asked.selected, riders, device, stop)
+    if total is not None:
+        totals = total.result()
+    elif asked.sums is not None:
+        totals = sums.total_weights(layer, asked.sums, summed, scanned, device, stop)
+    hits = None if ranked is None else ranked.result()
+    if hits is not None:
+        plans["top_k"] = Plan("scan", "another answer needs the scan anyway", {})
+    return Found(hits, totals, parts, plans)
+
+
+_NO_PLAN = Plan("none", "not asked", {})

@@ -1,0 +1,125 @@
+"""Requests for the same thing that arrive while it is being worked on are answered together.
+
+What differs in nothing but the queries shares one scan. Nobody waits for company: a request that
+finds nothing of its kind at work starts at once. While one is at work, those that arrive wait, and
+then go together. Each keeps its own refusals, deadline and cancellation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dualform.engine.errors import EngineError
+from dualform.serve.scans import ScanQueue, Stop
+
+MOST_BYTES = 1 << 20
+"""Larger requests gain nothing by company, and go alone."""
+
+Answer = Callable[[Sequence[Any], Stop], Sequence["bytes | EngineError"]]
+
+
+@dataclass(eq=False)
+class _Member:
+    """One request that waits for its answer."""
+
+    request: Any
+    answer: asyncio.Future[bytes]
+    gone: bool = False
+
+
+@dataclass(eq=False)
+class _Batch:
+    """Requests that will be answered together."""
+
+    members: list[_Member] = field(default_factory=list)
+    size: int = 0
+    started: bool = False
+    task: asyncio.Task[None] | None = None
+
+
+class JoinedScans:
+    """Joins requests before the queue of scans. Belongs to the queue's event loop.
+
+    Args:
+        scans: The queue.
+        answer: Answers requests of one key, called in a thread with a function that returns True
+            once none of the callers waits any more.
+    """
+
+    def __init__(self, scans: ScanQueue, answer: Answer) -> None:
+        self._scans = scans
+        self._answer = answer
+        self._open: dict[bytes, _Batch] = {}
+        self._running: dict[bytes, asyncio.Event] = {}
+
+    async def run(self, key: bytes, request: Any, size: int) -> bytes:
+        """The answer to a request.
+
+        Args:
+            key: The same for requests that may be answered together.
+            request: As `answer` takes it.
+            size: Its bytes.
+
+        Raises:
+            EngineError: As `answer` gives or raises it; ResourceExhaustedError for a full queue.
+            asyncio.CancelledError: The caller gave up.
+        """
+        loop = asyncio.get_running_loop()
+        self._scans.enter()
+        batch = self._open.get(key)
+        if batch is None or batch.size + size > MOST_BYTES:
+            batch = self._open[key] = _Batch()
+            batch.task = loop.create_task(self._work(key, batch))
+        member = _Member(request, loop.create_future())
+        batch.members.append(member)
+        batch.size += size
+        try:
+            return await member.answer
+        finally:
+            member.gone = True
+            if not batch.started:
+                self._scans.leave(1)
+                batch.members.remove(member)
+                if not batch.members and batch.task is not None:
+                    batch.task.cancel()
+                    self._close(key, batch)
+
+    async def _work(self, key: bytes, batch: _Batch) -> None:
+        while (running := self._running.get(key)) is not None:
+            await running.wait()
+        done = asyncio.Event()
+
+        def starting() -> None:
+            batch.started = True
+            self._close(key, batch)
+            self._running[key] = done
+            self._scans.leave(len(batch.members))
+
+        def answer(_: Stop) -> Sequence[bytes | EngineError]:
+            members = batch.members
+            requests = [member.request for member in members]
+            return self._answer(requests, lambda: all(member.gone for member in members))
+
+        try:
+            answers = await self._scans.run(answer, admitted=True, starting=starting)
+            outcome: Sequence[Any] = answers
+        except Exception as error:
+            outcome = [error] * len(batch.members)
+        finally:
+            done.set()
+            if self._running.get(key) is done:
+                del self._running[key]
+        for member, own in zip(batch.members, outcome, strict=True):
+            if member.answer.done():
+                continue
+            if isinstance(own, Exception):
+                member.answer.set_exception(own)
+            else:
+                member.answer.set_result(own)
+
+    def _close(self, key: bytes, batch: _Batch) -> None:
+        if self._open.get(key) is batch:
+            del self._open[key]
