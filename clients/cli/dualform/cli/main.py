@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
-from dualform.cli import index, query, serve
+from dualform.cli import index, plot, query, serve
 from dualform.cli.errors import CommandError
 
 DONE, NO, BAD = 0, 1, 2
@@ -102,6 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     index.add_to(commands)
     serve.add_to(commands)
     query.add_to(commands)
+    plot.add_to(commands)
     return parser
 
 

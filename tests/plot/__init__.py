@@ -1,0 +1,1 @@
+"""Tests of the figures: what is drawn, and the files it goes to."""
