@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -43,15 +44,29 @@ class LiveTile:
         return blocks_table(self.blocks, column_types(self.blocks))
 
     @cached_property
-    def finite(self) -> torch.Tensor:
-        """bool [rows]: whether a key is finite."""
-        return torch.isfinite(self.keys).all(1)
+    def finite(self) -> torch.Tensor | None:
+        """bool [rows]: whether a key is finite; None where all are."""
+        if bool(torch.isfinite(self._norms).all()):
+            return None
+        finite = torch.isfinite(self.keys).all(1)
+        return None if bool(finite.all()) else finite
 
     @cached_property
     def max_norm(self) -> float:
-        """The largest Euclidean norm of a finite key."""
+        """At least the largest Euclidean norm of a finite key."""
+        d = self.keys.shape[1]
+        largest = float(self._norms.max())
+        if math.isfinite(largest):
+            # What float32 sums of d squares round off, and squares that underflow.
+            return largest * (1 + (d + 8) * 2.0**-24) + math.sqrt(d) * 2.0**-62
         norms = torch.linalg.vector_norm(self.keys.double(), dim=1)
-        return float(torch.where(self.finite, norms, 0.0).max())
+        norms = norms if self.finite is None else norms[self.finite]
+        return float(norms.max()) if len(norms) else 0.0
+
+    @cached_property
+    def _norms(self) -> torch.Tensor:
+        norms: torch.Tensor = torch.linalg.vector_norm(self.keys, dim=1)
+        return norms
 
 
 class Tiles:

@@ -69,14 +69,18 @@ class TopK(Pending):
         while len(self._best) < len(self._groups):
             self._best.append(_Best(len(self._queries), self._k))
         error = error_bound(tile.keys.shape[1], self._norms, tile.max_norm)[:, None]
-        merits = merit(weights, self._order).double()
-        merits = torch.where(tile.finite, merits, -torch.inf)
+        merits = merit(weights, self._order)
+        if tile.finite is not None:
+            merits = torch.where(tile.finite, merits, -torch.inf)
         new: set[int] = set()
         for code in np.unique(codes).tolist():
-            own = torch.from_numpy(np.flatnonzero(codes == code))
             best = self._best[code]
-            query, row = self._proposed(best, merits[:, own], error)
-            rows = own[row]
+            if len(self._best) == 1:
+                query, rows = self._proposed(best, merits, error)
+            else:
+                own = torch.from_numpy(np.flatnonzero(codes == code))
+                query, row = self._proposed(best, merits[:, own], error)
+                rows = own[row]
             scores = self._exact(tile.keys, query, rows)
             new.update(best.take(query.numpy(), scores, rows.numpy() + tile.start, self._order))
         self._remember(tile, new)
@@ -105,13 +109,15 @@ class TopK(Pending):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Pairs of query and row that may be among the k best."""
         limits = torch.from_numpy(best.limits(self._order))[:, None] - error
-        if merits.shape[1] >= self._k:
-            kth = torch.topk(merits, self._k, dim=1).values[:, -1:]
+        if not best.full and merits.shape[1] >= self._k:
+            kth = torch.topk(merits, self._k, dim=1).values[:, -1:].double()
             limits = torch.maximum(limits, kth - 2 * error)
         # Scores that round to the same float32 are ties, which ids decide.
         limits -= limits.abs() * 2.0**-22 + 2.0**-149
-        limits = torch.where(torch.isfinite(limits), limits, -torch.finfo(torch.float64).max)
-        query, row = torch.nonzero(merits >= limits, as_tuple=True)
+        lowest = torch.finfo(merits.dtype).min
+        limits = torch.where(torch.isfinite(limits), limits, lowest).to(merits.dtype)
+        limits = torch.nextafter(limits, torch.tensor(-torch.inf, dtype=merits.dtype))
+        query, row = torch.nonzero(merits >= limits.clamp_min(lowest), as_tuple=True)
         return query, row
 
     def _exact(self, keys: torch.Tensor, query: torch.Tensor, row: torch.Tensor) -> np.ndarray:
@@ -149,6 +155,11 @@ class _Best:
     def __init__(self, queries: int, k: int) -> None:
         self.rows = np.full((queries, k), -1, np.int64)
         self.scores = np.full((queries, k), np.nan, np.float32)
+
+    @property
+    def full(self) -> bool:
+        """Every query has k rows."""
+        return bool((self.rows[:, -1] >= 0).all())
 
     def limits(self, order: str) -> np.ndarray:
         """Merits that must be reached, float64 [n]; -inf while there are fewer than k rows."""
