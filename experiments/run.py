@@ -91,7 +91,7 @@ def _run(study: config.Study, name: str, seed: int, arguments: argparse.Namespac
     with serving(index, folder / "serve.log", limits) as (address, pid):
         result.open_seconds = time.perf_counter() - start
         with measure.Sampler(pid) as sampler:
-            for questions in ("ask", "votes", "masks"):
+            for questions in ("ask", "votes", "masks", "figures"):
                 if getattr(study, questions) is None:
                     continue
                 pids = [str(pid)] if questions == "ask" else []

@@ -85,6 +85,7 @@ class Masks:
         sweep: The mask lifted for rows of steps before s, for each of these s.
         misled: The label of `kept` among whose test images one is looked for that `task`'s rows
             send wrong.
+        taken_for: The label that it is preferably taken for.
     """
 
     task: str
@@ -92,6 +93,7 @@ class Masks:
     images: int
     sweep: tuple[int, ...]
     misled: int
+    taken_for: int
 
 
 @dataclass(frozen=True)
@@ -234,8 +236,9 @@ def _check(study: Study, path: str) -> None:
         for key in ("task", "kept"):
             if getattr(study.masks, key) not in study.tasks:
                 raise ConfigError(f"{path}: masks.{key} must be one of {', '.join(study.tasks)}")
-        if not 0 <= study.masks.misled <= 9:
-            raise ConfigError(f"{path}: masks.misled is a label, 0 to 9")
+        for key in ("misled", "taken_for"):
+            if not 0 <= getattr(study.masks, key) <= 9:
+                raise ConfigError(f"{path}: masks.{key} is a label, 0 to 9")
         if any(not 0 <= step <= study.steps for step in study.masks.sweep):
             raise ConfigError(f"{path}: masks.sweep holds steps from 0 to {study.steps}")
 

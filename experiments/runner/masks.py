@@ -43,7 +43,7 @@ def main(study_file: str, data: str, scratch: str, folder: str, address: str) ->
         return dict(zip(tests, right, strict=True))
 
     with torch.no_grad():
-        own = model(inputs).argmax(1)
+        own = model(inputs)
     passes: list[dict[str, Any]] = []
     with Client(address, timeout=3600) as client:
         start = time.perf_counter()
@@ -52,20 +52,20 @@ def main(study_file: str, data: str, scratch: str, folder: str, address: str) ->
         }
         parts_seconds = time.perf_counter() - start
 
-        def note(title: str, predictions: torch.Tensor, **more: object) -> None:
-            passes.append({"title": title, "accuracy": shares(predictions), **more})
+        def note(title: str, logits: torch.Tensor, **more: object) -> None:
+            passes.append({"title": title, "accuracy": shares(logits.argmax(1)), **more})
             print(passes[-1], flush=True)
 
         def by_dual_form(title: str, expected: torch.Tensor | None, **options: Any) -> None:
             start = time.perf_counter()
             with torch.no_grad(), dual_form(model, client, **options):
-                predictions: torch.Tensor = model(inputs).argmax(1)
-            differ = None if expected is None else int((predictions != expected).sum())
+                logits = model(inputs)
+            differ = None if expected is None else _differ(logits, expected)
             seconds = time.perf_counter() - start
-            note(f"{title}, by dual_form", predictions, differ=differ, seconds=seconds, **options)
+            note(f"{title}, by dual_form", logits, differ=differ, seconds=seconds, **options)
 
         def add_up(ends: Sequence[Mapping[str, int]]) -> torch.Tensor:
-            """Predictions by the rows of each task before a step, layer by layer."""
+            """Logits by the rows of each task before a step, layer by layer."""
             pairs = zip(layers, ends, strict=True)
             return _forward([parts[name].weights(end) for name, end in pairs], inputs)
 
@@ -90,14 +90,18 @@ def main(study_file: str, data: str, scratch: str, folder: str, address: str) ->
         before = _steps_before(study, masks.task)
         if before:
             by_dual_form(f"the layers after {before:,} steps", None, at_step=before)
-        astray = _astray(client, model, tests[masks.kept], masks, masked[: masks.images])
+        test = tests[masks.kept]
+        half = slice(0, masks.images)
+        astray = _astray(client, model, test, masks, own[half].double(), masked[half])
     facts = {
         "images": masks.images,
-        "accuracy": shares(own),
-        "differ_from_model": int((whole != own).sum()),
+        "accuracy": shares(own.argmax(1)),
+        "differ_from_model": _differ(whole, own),
         "parts_seconds": parts_seconds,
         "passes": passes,
-        "sweep": [{"step": step, "accuracy": shares(each)} for step, each in sweep.items()],
+        "sweep": [
+            {"step": step, "accuracy": shares(each.argmax(1))} for step, each in sweep.items()
+        ],
         "astray": astray,
     }
     (Path(folder) / "masks.json").write_text(json.dumps(facts, indent=1))
@@ -158,12 +162,17 @@ def _columns(outputs: np.ndarray) -> np.ndarray:
 
 
 def _forward(weights: list[np.ndarray], inputs: torch.Tensor) -> torch.Tensor:
-    """Predictions of the network with these layers, in float64."""
+    """Logits of the network with these layers, in float64."""
     x = inputs.double()
     for number, weight in enumerate(weights):
         own = torch.from_numpy(weight)
         x = torch.addmm(own[:, -1], torch.relu(x) if number else x, own[:, :-1].T)
-    return x.argmax(1)
+    return x
+
+
+def _differ(logits: torch.Tensor, others: torch.Tensor) -> int:
+    """How many predictions are not the same."""
+    return int((logits.argmax(1) != others.argmax(1)).sum())
 
 
 def _steps_before(study: config.Study, task: str) -> int:
@@ -181,51 +190,56 @@ def _astray(
     model: nn.Module,
     test: images.Images,
     masks: config.Masks,
+    own: torch.Tensor,
     masked: torch.Tensor,
 ) -> dict[str, Any]:
-    """An image that the last layer's rows of `masks.task` send wrong, found by its dual output.
+    """A test image that the rows of `masks.task` send wrong, found by asking.
 
-    Candidates have the label asked for and a wrong prediction p, and without what these rows add
-    to the logits, `sum c_t (x_t.x) e_t`, the label would win. Preferred, as in the paper's
-    example, are those where of all (task, label) groups the rows of (`masks.task`, p) have the
-    largest sum of weights in the last layer; of these the one that the rows push furthest from
-    its label to p.
+    Candidates have the label asked for; the model takes them for another label p, and with these
+    rows masked in every layer it is right. Preferred, as in the paper's example, are those where
+    of all (task, label) groups the rows of (`masks.task`, p) have the largest sum of weights in the
+    last layer, and of these those where p is `masks.taken_for`; of what is left, the one whose
+    logits the rows push furthest from its label to p.
+
+    Args:
+        own, masked: Logits with no row masked and with the task's rows masked, [images, 10].
     """
     places = torch.nonzero(test.labels[: masks.images] == masks.misled).flatten()
     queries = capture_queries(model, test.inputs[places])
     last = images.linear_layers(model)[-1]
-    out = client.dual_output(last, queries[last], group_by="task")
-    assert out.groups is not None
-    pushed = out.values[:, out.groups.index(masks.task)]
-    total = out.initial + out.values.sum(1)
-    wrong, without = total.argmax(1), (total - pushed).argmax(1)
-    sums = {name: _sums_by_task(client, name, queries[name], masks) for name in queries}
+    with_rows, without = own[places].numpy(), masked[places].numpy()
+    wrong = with_rows.argmax(1)
     every = np.arange(len(places))
+    pushed = with_rows - without
     push = pushed[every, wrong] - pushed[:, masks.misled]
-    astray = (wrong != masks.misled) & (without == masks.misled)
+    astray = (wrong != masks.misled) & (without.argmax(1) == masks.misled)
     # Kept's ten labels come first, so that 10 + p is the masked task's label p.
-    leads = sums[last].argmax(1) == 10 + wrong
+    leads = astray & (_sums_by_task(client, last, queries[last], masks).argmax(1) == 10 + wrong)
     found: dict[str, Any] = {
         "label": masks.misled,
         "images": len(places),
         "wrong": int((wrong != masks.misled).sum()),
         "predictions": np.bincount(wrong, minlength=10).tolist(),
-        "right_without_in_last_layer": int(astray.sum()),
-        "right_masked_in_every_layer": int(
-            ((masked[places].numpy() == masks.misled) & (wrong != masks.misled)).sum()
-        ),
-        "led_by_largest_sum": int((astray & leads).sum()),
+        "right_masked": int(astray.sum()),
+        "led_by_largest_sum": int(leads.sum()),
     }
-    candidates = np.flatnonzero(astray & leads if (astray & leads).any() else astray)
+    candidates = leads & (wrong == masks.taken_for)
+    for wider in (leads, astray):
+        candidates = candidates if candidates.any() else wider
+    candidates = np.flatnonzero(candidates)
     if candidates.size:
         best = candidates[push[candidates].argmax()]
         found["example"] = {
             "place": int(places[best]),
             "prediction": int(wrong[best]),
-            "logits": total[best].tolist(),
-            "logits_without": (total - pushed)[best].tolist(),
-            "push": float(push[best]),
-            "sums": {name: own[best].reshape(2, 10).tolist() for name, own in sums.items()},
+            "logits": with_rows[best].tolist(),
+            "logits_masked": without[best].tolist(),
+            "sums": {
+                name: _sums_by_task(client, name, queries[name][best : best + 1], masks)
+                .reshape(2, 10)
+                .tolist()
+                for name in queries
+            },
         }
     return found
 

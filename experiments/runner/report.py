@@ -237,22 +237,21 @@ def _masked(study: Study, run: Run) -> list[str]:
     lines += [
         "",
         f"Of {found['images']:,} test images of {kept} with label {found['label']}, "
-        f"{found['wrong']:,} are classified wrongly. Without what the {task} rows add in the last "
-        f"layer {found['right_without_in_last_layer']:,} of these are right, with the rows masked "
-        f"in every layer {found['right_masked_in_every_layer']:,}; for "
-        f"{found['led_by_largest_sum']:,} of the former the {task} rows of the predicted label "
-        "have the largest sum of weights in the last layer, as in the paper's example.",
+        f"{found['wrong']:,} are classified wrongly, and with the {task} rows masked in every "
+        f"layer {found['right_masked']:,} of these are right. For {found['led_by_largest_sum']:,} "
+        f"of these the {task} rows of the predicted label have the largest sum of weights in the "
+        "last layer of all tasks and labels, as in the paper's example.",
     ]
     if "example" in found:
         own = found["example"]
         label, prediction = found["label"], own["prediction"]
         lines += [
             "",
-            f"The one that is pushed furthest: test image {own['place']}, taken for a "
-            f"{prediction}. Its logits for {label} and {prediction} are "
-            f"{own['logits'][label]:.2f} and {own['logits'][prediction]:.2f}; without the {task} "
-            f"rows of the last layer {own['logits_without'][label]:.2f} and "
-            f"{own['logits_without'][prediction]:.2f}.",
+            f"An example, preferably taken for a {study.masks.taken_for}, that is pushed furthest: "
+            f"test image {own['place']}, taken for a {prediction}. Its logits for "
+            f"{label} and {prediction} are {own['logits'][label]:.2f} and "
+            f"{own['logits'][prediction]:.2f}, with the {task} rows masked "
+            f"{own['logits_masked'][label]:.2f} and {own['logits_masked'][prediction]:.2f}.",
         ]
     return lines
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -216,10 +217,24 @@ def test_a_mask_brings_back_what_a_second_task_took(data_dir: Path, tmp_path: Pa
     )
     # What momentum still added after that phase is all that sets the masked layers apart.
     assert by_title["fashion masked"]["mnist"] == pytest.approx(then, abs=0.03)
+    # The image that is shown is one that the masked rows sent wrong.
+    (shown,) = json.loads((tmp_path / "code" / "figures.json").read_text())
+    assert shown["place"] == facts["astray"]["example"]["place"]
+    assert shown["label"] == 1 != shown["prediction"]
+    for kind in ("attention", "sums", "matches", "profile", "contributions"):
+        assert is_drawn(tmp_path / "code" / "figures" / f"astray_{kind}.png")
+    assert is_drawn(tmp_path / "code" / "figures" / "sweep.png")
     tasks = {"mnist": 40_053, "fashion": 40_053}
     ids = [set(images.load(data_dir, tmp_path / "data", task)[0].ids.tolist()) for task in tasks]
     assert [len(each) for each in ids] == list(tasks.values())
     assert not ids[0] & ids[1]
+
+
+def is_drawn(path: Path) -> bool:
+    """Whether a picture is of a size to be read, and not of one colour."""
+    with Image.open(path) as picture:
+        width, height = picture.size
+        return min(width, height) > 300 and len(picture.convert("L").getcolors()) > 10
 
 
 def trained_on_mnist_only(data: Path, out: Path) -> torch.nn.Module:
