@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dualform.cli.errors import CommandError
-from dualform.cli.query import _client as open_client
-from dualform.cli.query import read_queries
+from dualform.cli.query import open_client, read_queries
 
 if TYPE_CHECKING:
     import numpy as np

@@ -119,7 +119,8 @@ def read_queries(path: Path) -> npt.NDArray[np.float32]:
     return queries
 
 
-def _client(options: argparse.Namespace) -> Client:
+def open_client(options: argparse.Namespace) -> Client:
+    """A client for `--server` or `--local`."""
     if options.local is None:
         from dualform.client import Client
 
@@ -134,7 +135,7 @@ def _client(options: argparse.Namespace) -> Client:
 
 def _top_k(options: argparse.Namespace) -> int:
     queries = read_queries(options.query)
-    with _client(options) as client:
+    with open_client(options) as client:
         hits = client.top_k(
             options.layer,
             queries,
@@ -188,7 +189,7 @@ def _top_k(options: argparse.Namespace) -> int:
 
 def _sums(options: argparse.Namespace) -> int:
     queries = read_queries(options.query)
-    with _client(options) as client:
+    with open_client(options) as client:
         sums = client.sums(
             options.layer,
             queries,
@@ -206,7 +207,7 @@ def _sums(options: argparse.Namespace) -> int:
 
 def _profile(options: argparse.Namespace) -> int:
     queries = read_queries(options.query)
-    with _client(options) as client:
+    with open_client(options) as client:
         sums = client.profile(
             options.layer,
             queries,
@@ -248,7 +249,7 @@ def _weights(options: argparse.Namespace) -> int:
 
     queries = read_queries(options.query)
     out: Path = options.out
-    with _client(options) as client:
+    with open_client(options) as client:
         layers = client.index(options.index, timeout=options.timeout).layers
         if options.layer not in layers:
             names = ", ".join(map(repr, layers))
@@ -285,7 +286,7 @@ def _weights(options: argparse.Namespace) -> int:
 
 def _output(options: argparse.Namespace) -> int:
     queries = read_queries(options.query)
-    with _client(options) as client:
+    with open_client(options) as client:
         output = client.dual_output(
             options.layer,
             queries,
