@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -62,7 +63,7 @@ class Trained:
     epochs: float
 
 
-def train(variant: Variant, text: Text, seed: int, sink: Sink | None) -> Trained:
+def train(variant: Variant, text: Text, seed: int, sink: Sink | Path | None) -> Trained:
     """Train from the seed; a row's `offset` is the place of its x_t in the training text.
 
     Args:
@@ -87,7 +88,7 @@ def train(variant: Variant, text: Text, seed: int, sink: Sink | None) -> Trained
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), variant.clip)
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(loss.item())
         if step % 50 == 0:
             print(f"step {step}: loss {losses[-1]:.3f}", file=sys.stderr, flush=True)
     if recorder is not None:

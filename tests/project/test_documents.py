@@ -19,7 +19,7 @@ import pytest
 from .demo_run import DUALFORM
 
 ROOT = Path(__file__).resolve().parents[2]
-RUNNABLE = ["README.md", "docs/getting-started.md"]
+RUNNABLE = ["README.md", "docs/getting-started.md", "docs/replay.md"]
 DOCUMENTS = sorted(
     str(path.relative_to(ROOT)) for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
 )

@@ -108,16 +108,15 @@ class TopK(Pending):
         self, best: _Best, merits: torch.Tensor, error: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Pairs of query and row that may be among the k best."""
-        limits = torch.from_numpy(best.limits(self._order))[:, None] - error
-        if not best.full and merits.shape[1] >= self._k:
+        possible = merits >= _below(
+            torch.from_numpy(best.limits(self._order))[:, None] - error, merits
+        )
+        # Keys grow while training, so that whole tiles are better than all rows before: then the
+        # tile's own k-th merit is the better limit.
+        if int(possible.sum()) > 2 * self._k * len(merits):
             kth = torch.topk(merits, self._k, dim=1).values[:, -1:].double()
-            limits = torch.maximum(limits, kth - 2 * error)
-        # Scores that round to the same float32 are ties, which ids decide.
-        limits -= limits.abs() * 2.0**-22 + 2.0**-149
-        lowest = torch.finfo(merits.dtype).min
-        limits = torch.where(torch.isfinite(limits), limits, lowest).to(merits.dtype)
-        limits = torch.nextafter(limits, torch.tensor(-torch.inf, dtype=merits.dtype))
-        query, row = torch.nonzero(merits >= limits.clamp_min(lowest), as_tuple=True)
+            possible &= merits >= _below(kth - 2 * error, merits)
+        query, row = torch.nonzero(possible, as_tuple=True)
         return query, row
 
     def _exact(self, keys: torch.Tensor, query: torch.Tensor, row: torch.Tensor) -> np.ndarray:
@@ -156,11 +155,6 @@ class _Best:
         self.rows = np.full((queries, k), -1, np.int64)
         self.scores = np.full((queries, k), np.nan, np.float32)
 
-    @property
-    def full(self) -> bool:
-        """Every query has k rows."""
-        return bool((self.rows[:, -1] >= 0).all())
-
     def limits(self, order: str) -> np.ndarray:
         """Merits that must be reached, float64 [n]; -inf while there are fewer than k rows."""
         last = merit(torch.from_numpy(self.scores[:, -1]), order).double().numpy()
@@ -189,6 +183,15 @@ class _Best:
         self.scores[touched] = all_scores[chosen]
         kept: list[int] = np.intersect1d(self.rows[touched], rows).tolist()
         return kept
+
+
+def _below(limits: torch.Tensor, merits: torch.Tensor) -> torch.Tensor:
+    """Limits in the merits' dtype, low enough to let through what rounds to the same float32."""
+    limits = limits - (limits.abs() * 2.0**-22 + 2.0**-149)
+    lowest = torch.finfo(merits.dtype).min
+    limits = torch.where(torch.isfinite(limits), limits, lowest).to(merits.dtype)
+    downwards = torch.tensor(-torch.inf, dtype=merits.dtype)
+    return torch.nextafter(limits, downwards).clamp_min(lowest)
 
 
 def _merits(scores: np.ndarray, order: str) -> np.ndarray:
