@@ -1,0 +1,34 @@
+"""The walkthrough: it runs as it is, and what it says and draws is there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from PIL import Image
+
+SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "walkthrough.py"
+
+
+def test_it_runs_and_leaves_its_figures(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(SCRIPT)], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = re.search(r"is a (\d), the network says (\d)\.", done.stdout)
+    assert told is not None
+    assert told[1] != told[2]
+    # The ten images masked took away what spoke for the wrong answer.
+    before, after = re.findall(rf"logit {told[2]} +(-?[\d.]+)$", done.stdout, re.MULTILINE)
+    assert float(after) < float(before)
+    for name in ("matches", "attention", "sums", "profile", "contributions"):
+        with Image.open(tmp_path / "walkthrough" / f"{name}.png") as picture:
+            assert picture.width > 500
+            assert len(picture.convert("L").getcolors() or []) > 10
+
+
+def test_it_opens_as_a_notebook() -> None:
+    cells = re.findall(r"^# %%( \[markdown\])?$", SCRIPT.read_text(), re.MULTILINE)
+    assert len(cells) > 12
