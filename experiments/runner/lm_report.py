@@ -66,7 +66,8 @@ def page(study: Study, name: str, answers: list[Answer], facts: Facts, command: 
         "|---|---|",
         f"| first training, recorded, key sums kept | {facts.seconds[0]:.0f} s |",
         f"| second training, replayed | {facts.seconds[1]:.0f} s |",
-        f"| peak memory | {facts.peak_bytes / 1e6:,.0f} MB |",
+        f"| peak memory of the process | {facts.peak_bytes / 1e6:,.0f} MB |",
+        f"| of it, key sums per position | {facts.tokens * facts.key * 4 / 1e6:,.0f} MB |",
         f"| keys of all rows, had they been stored | {facts.history_bytes / 1e6:,.0f} MB |",
         "| loss curves and digests of both trainings | equal, every step |",
         f"| signed sums, first training against replay | {facts.signed_difference:.1e} of the "

@@ -12,9 +12,13 @@ from dualform.replay.tiles import LiveTile
 from dualform.store.ledger import Coefficients, Ledger
 from dualform.store.recording_format import LayerSpec
 
+CHUNK = 256
+"""How many rows are added up in float32, before float64: contributions cancel over many rows, so
+whole tiles would lose more (docs/decisions/0004-outputs-in-float64.md)."""
+
 
 class DualOutput(Pending):
-    """Adds (c_t x_t.x + c'_t) e_t up over all rows, in float64, from the initial part on.
+    """Adds (c_t x_t.x + c'_t) e_t up over all rows, into float64, from the initial part on.
 
     Args:
         queries: float32 [n, d_in], finite.
@@ -44,7 +48,13 @@ class DualOutput(Pending):
         factors = weights.to(torch.float64, copy=True).mul_(self._weight[tile.steps])
         if self._bias is not None:
             factors += self._bias[tile.steps]
-        self._total += factors @ tile.values.double()
+        if weights.dtype == torch.float64:
+            self._total += factors @ tile.values.double()
+            return
+        own = factors.float()
+        for start in range(0, own.shape[1], CHUNK):
+            rows = slice(start, start + CHUNK)
+            self._total += own[:, rows] @ tile.values[rows]
 
     def result(self) -> np.ndarray:
         """float32 [n, d_out].
