@@ -20,6 +20,7 @@ from dualform.engine.requests import Catalog, Limits
 from dualform.serve.config import ConfigError, ServerConfig
 from dualform.serve.handlers import SERVICE, attribution_handlers
 from dualform.serve.health import HEALTH_SERVICE, HealthBoard
+from dualform.serve.memory import heap
 from dualform.serve.scans import ScanQueue
 
 NOTICE_S = 0.5
@@ -100,6 +101,7 @@ class Server:
                 "machine; choose another with --port, 0 for any free one"
             )
         await self._server.start()
+        heap.give_back()  # what opening the indexes left
         self._sweeping = asyncio.create_task(self._sweep())
         return f"{listen.rpartition(':')[0]}:{port}"
 
