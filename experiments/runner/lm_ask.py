@@ -85,7 +85,7 @@ def run(study: Study, variant: Variant, text: lm_text.Text) -> tuple[list[Answer
     """Train, ask, train again."""
     width = (variant.projection or variant.embedding) + variant.hidden
     first = FirstRun()
-    kept = first.key_sums("rnn", width, "offset")
+    kept = first.key_sums("rnn", "offset")
     trained = lm_train.train(variant, text, study.seed, first)
     model = trained.model
     prompts = _prompts(study, text)

@@ -60,9 +60,9 @@ def page(study: Study, name: str, answers: list[Answer], facts: Facts, command: 
         "zero state. A training position's score is summed over every update in which it was seen. "
         "*Absolute*: the sum of |q.k|, as the authors rank, from a second training with the "
         "queries known (replay). *Signed*: the sum of q.k, from key sums per position kept in the "
-        "first training. A sum counts every time that its position was seen, so where the steps are "
-        "no whole number of epochs, positions that were seen once more come first. Adam: these "
-        "weights are exact; contributions to the output would not be.",
+        "first training. A sum counts every time that its position was seen, so where the steps "
+        "are no whole number of epochs, positions that were seen once more come first. Adam: "
+        "these weights are exact; contributions to the output would not be.",
         "",
         "| | |",
         "|---|---|",

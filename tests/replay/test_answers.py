@@ -116,7 +116,7 @@ def test_sums_and_outputs_within_their_bounds(
 
 def test_lstm_with_positions(tmp_path: Path) -> None:
     first = FirstRun()
-    key_sums = first.key_sums("rnn", 12, "offset")
+    key_sums = first.key_sums("rnn", "offset")
     model = training.language_model(first)
     queries = torch.cat([model["rnn"].gate_keys(torch.randn(2, 3, 5)).reshape(6, 12)]).numpy()
     replay = Replay(first)

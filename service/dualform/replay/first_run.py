@@ -65,7 +65,7 @@ class FirstRun:
         """The ledger of the whole run."""
         return Ledger(self.ledger_rows, self.steps)
 
-    def key_sums(self, layer: str, d_in: int, group_by: str) -> KeySums:
+    def key_sums(self, layer: str, group_by: str) -> KeySums:
         """Also add this layer's keys up per value of a metadata column.
 
         Raises:
@@ -73,7 +73,7 @@ class FirstRun:
         """
         if self._tiles is not None:
             raise ReplayError("ask for key sums before making the recorder")
-        sums = KeySums(d_in, group_by)
+        sums = KeySums(group_by)
         self._key_sums.setdefault(layer, []).append(sums)
         return sums
 

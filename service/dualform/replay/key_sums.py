@@ -39,14 +39,13 @@ class KeySums(Pending):
     Memory: 4 d_in bytes per group.
 
     Args:
-        d_in: Length of a key.
         group_by: A metadata column, such as the place of a token in the training text.
     """
 
-    def __init__(self, d_in: int, group_by: str) -> None:
+    def __init__(self, group_by: str) -> None:
         super().__init__()
         self._groups = Groups(group_by)
-        self._sums = torch.zeros(0, d_in)
+        self._sums = torch.zeros(0, 0)
         self._counts = np.zeros(0, np.int64)
 
     def update(self, tile: LiveTile, weights: torch.Tensor) -> None:
@@ -54,8 +53,8 @@ class KeySums(Pending):
         codes = self._groups.codes(tile)
         room = len(self._sums)
         if len(self._groups) > room:
-            more = max(len(self._groups) - room, room // 4)
-            self._sums = torch.cat([self._sums, self._sums.new_zeros(more, tile.keys.shape[1])])
+            d_in, more = tile.keys.shape[1], max(len(self._groups) - room, room // 4)
+            self._sums = torch.cat([self._sums.reshape(room, d_in), torch.zeros(more, d_in)])
             self._counts = np.concatenate([self._counts, np.zeros(more, np.int64)])
         self._sums.index_add_(0, torch.from_numpy(codes), tile.keys)
         self._counts += np.bincount(codes, minlength=len(self._counts))
