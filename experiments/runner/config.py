@@ -95,6 +95,10 @@ class Masks:
     misled: int
     taken_for: int
 
+    def edges(self, steps: int) -> list[int]:
+        """The steps at which the mask can end, in a training of so many: from 0 to the last."""
+        return sorted({0, *self.sweep, steps})
+
 
 @dataclass(frozen=True)
 class Figure:

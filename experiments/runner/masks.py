@@ -48,7 +48,8 @@ def main(study_file: str, data: str, scratch: str, folder: str, address: str) ->
     with Client(address, timeout=3600) as client:
         start = time.perf_counter()
         parts = {
-            name: Parts.of(client, name, edges(study), (masks.kept, masks.task)) for name in layers
+            name: Parts.of(client, name, masks.edges(study.steps), (masks.kept, masks.task))
+            for name in layers
         }
         parts_seconds = time.perf_counter() - start
 
@@ -105,12 +106,6 @@ def main(study_file: str, data: str, scratch: str, folder: str, address: str) ->
         "astray": astray,
     }
     (Path(folder) / "masks.json").write_text(json.dumps(facts, indent=1))
-
-
-def edges(study: config.Study) -> list[int]:
-    """Steps between which the mask can be lifted, from 0 to the last."""
-    assert study.masks is not None
-    return sorted({0, *study.masks.sweep, study.steps})
 
 
 @dataclass(frozen=True)

@@ -199,12 +199,13 @@ def _asked(study: Study, variant: Variant, run: Run) -> list[str]:
 def _masked(study: Study, run: Run) -> list[str]:
     assert study.masks is not None
     facts, kept, task = run.answers["masks"], study.masks.kept, study.masks.task
+    edges = study.masks.edges(study.steps)
     lines = [
         f"Accuracy over the first {facts['images']:,} test images of each task, every layer in "
         f"dual form. The model itself: {facts['accuracy'][kept]:.2%} on {kept}, "
         f"{facts['accuracy'][task]:.2%} on {task}. What the rows of each task add to each layer, "
-        f"in {len(facts['sweep']) + 1} ranges of steps or fewer, took {facts['parts_seconds']:.0f} "
-        "s to ask; masks add these parts up. Passes by `dual_form` ask for every layer's output "
+        f"in {len(edges) - 1} ranges of steps, took {facts['parts_seconds']:.0f} s to ask; masks "
+        "add these parts up. Passes by `dual_form` ask for every layer's output "
         "with the filter, as anyone would.",
         "",
         f"| rows that take part | {kept} | {task} | predictions that differ | seconds |",
