@@ -80,7 +80,9 @@ class Candidates:
         self._limits = np.full(len(queries) * self._groups, -np.inf)
         self._parts = [_Part.empty()]
         self._pending = 0
-        self._compress_at = _COMPRESS_AT
+        # Until then nothing is known to be too low, and every row is a candidate.
+        self._soon = min(_COMPRESS_AT, 8 * ranking.k * len(self._limits) + _RESCORE_ROWS)
+        self._compress_at = self._soon
 
     def limits(self) -> np.ndarray:
         """Merits that are surely below these are not among the k best, float64 [n, groups]."""
@@ -147,7 +149,7 @@ class Candidates:
         self._add(_Part(cells, found, found_errors, own))
         if self._pending >= self._compress_at:
             self._compress()
-            self._compress_at = max(_COMPRESS_AT, 2 * self._pending)
+            self._compress_at = max(self._soon, 2 * self._pending)
 
     def forget(self, queries: np.ndarray, shard: Shard) -> None:
         """Drop what these queries were offered from a shard, before it is scanned instead."""
