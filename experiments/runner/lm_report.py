@@ -48,6 +48,11 @@ def page(study: Study, name: str, answers: list[Answer], facts: Facts, command: 
             f"**Scaled down** so that two CPU cores train it twice in minutes. The authors' own "
             f"setting is the variant `full` ({authors}): add `--variant full`."
         )
+    if study.text != "aesop" and variant.tokens is not None:
+        lines.append(
+            "Words of the test text that the training part lacks count as `<unk>`, which makes its "
+            "perplexity lower than that of the whole vocabulary would be."
+        )
     unit = "characters" if study.text == "aesop" else "words"
     lines += [
         "",
@@ -72,8 +77,8 @@ def page(study: Study, name: str, answers: list[Answer], facts: Facts, command: 
         f"| of it, key sums per position | {facts.tokens * facts.key * 4 / 1e6:,.0f} MB |",
         f"| keys of all rows, had they been stored | {facts.history_bytes / 1e6:,.0f} MB |",
         "| loss curves and digests of both trainings | equal, every step |",
-        f"| signed sums, first training against replay | {facts.signed_difference:.1e} of the "
-        "absolute sum |",
+        "| signed sums, first training against replay: largest difference | "
+        f"{facts.signed_difference:.1e} of the position's own absolute sum |",
         "",
         f"On {platform.machine()}, {torch.get_num_threads()} thread(s), torch {torch.__version__}; "
         "the machine was shared while this ran, so seconds are upper bounds.",
