@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PARTS = ["v1", "store", "record", "index", "engine", "serve", "client", "plot", "cli"]
+PARTS = ["v1", "store", "record", "index", "engine", "replay", "serve", "client", "plot", "cli"]
 
 
 @pytest.fixture(scope="module")
