@@ -170,6 +170,23 @@ def check_votes(data: Path, out: Path, report: dict[str, Any]) -> None:
         assert table["layers"]["0"][name] == pytest.approx([share, 0.0])
 
 
+def test_the_published_table_1_is_the_papers_within_two_deviations() -> None:
+    table = json.loads((ROOT / "docs" / "results" / "table1.json").read_text())
+    assert table["seeds"] == 5
+    assert table["accuracy"][0] == pytest.approx(97, abs=0.5)
+    assert set(table["layers"]) == set(table1.PAPER)
+    for layer, cells in table1.PAPER.items():
+        for column, printed in cells.items():
+            assert table1.holds(table["layers"][layer][column], printed), (layer, column)
+
+
+def test_a_cell_holds_within_two_deviations_only() -> None:
+    assert table1.holds([20.0, 9.0], (18.0, 1.0))
+    assert not table1.holds([20.1, 0.0], (18.0, 1.0))
+    assert table1.holds([75.2, 0.1], (75.1, 0.0))
+    assert not table1.holds([75.3, 0.1], (75.1, 0.0))
+
+
 def test_table_1_has_means_and_sample_deviations() -> None:
     columns = {"no_target": 10.0, "no_output": 50.0, "yes": 75.0}
     runs = [
