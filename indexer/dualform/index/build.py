@@ -15,16 +15,11 @@ that was killed leaves no index, and the next one starts afresh.
 from __future__ import annotations
 
 import errno
-import fcntl
-import hashlib
 import io
 import os
-import shutil
-from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -32,11 +27,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from safetensors.numpy import save as save_safetensors
 
+from dualform.index.beside import Beside
 from dualform.index.key_facts import KeyFacts
+from dualform.index.row_spaces import Space, row_spaces
 from dualform.index.row_sum import RowSum
 from dualform.index.shards import ShardFile, ShardWriter
 from dualform.index.sketch import MIN_D_IN, SAMPLE_ROWS, leading_directions, sketch
-from dualform.store.errors import ExistsError, NoSpaceError
+from dualform.index.workspace import workspace
+from dualform.store.errors import NoSpaceError
 from dualform.store.files import FileEntry, digest, sync_directory, write_atomic
 from dualform.store.grouping import group
 from dualform.store.index import (
@@ -56,9 +54,6 @@ SHARD_ROWS = 65_536
 
 SHARD_BYTES = 256 << 20
 """Bytes of a shard's file at most: where rows are wide, a shard has fewer. The build holds two."""
-
-_AHEAD = 16
-"""Passes that may wait for their sketches, or to be added up."""
 
 Progress = Callable[[int, int], None]
 
@@ -92,7 +87,7 @@ def build_index(
     source = Recording.open(Path(recording))
     if source.steps == 0:
         raise ValueError(f"{recording} holds no committed step yet; there is nothing to index")
-    with _workspace(target) as directory:
+    with workspace(target) as directory:
         build = _Build(source, directory, values and source.manifest.values, shard_rows, progress)
         try:
             build.run()
@@ -104,53 +99,6 @@ def build_index(
                 f"{build.nbytes / 1e9:.2f} GB. Nothing of the index was kept: free some space or "
                 "choose another disk; without values (--no-values) it needs less"
             ) from error
-
-
-@contextmanager
-def _workspace(target: Path) -> Iterator[Path]:
-    """A locked, empty directory beside the target that becomes the target on success."""
-    if os.path.lexists(target):
-        raise ExistsError(
-            f"{target} exists; an index is never overwritten: remove it or choose another path"
-        )
-    target.parent.mkdir(parents=True, exist_ok=True)
-    directory = target.with_name(f".{target.name}.partial")
-    lock_path = target.with_name(f".{target.name}.lock")
-    with open(lock_path, "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ExistsError(f"another build is writing {target}; wait for it to end") from None
-        try:
-            if directory.exists():
-                shutil.rmtree(directory)
-            directory.mkdir()
-            yield directory
-            os.rename(directory, target)
-            sync_directory(target.parent)
-        finally:
-            shutil.rmtree(directory, ignore_errors=True)
-            lock_path.unlink(missing_ok=True)
-
-
-@dataclass
-class _Space:
-    """Layers that saw the same passes, and the row at which each pass starts."""
-
-    layers: list[str]
-    blocks: list[int]
-    starts: np.ndarray
-    shards: list[SpaceShard] = field(default_factory=list)
-
-    @property
-    def rows(self) -> int:
-        return int(self.starts[-1])
-
-    def passes_in(self, start: int, stop: int) -> range:
-        """The passes that overlap rows [start, stop)."""
-        first = int(np.searchsorted(self.starts, start, side="right")) - 1
-        last = int(np.searchsorted(self.starts, stop, side="left"))
-        return range(first, last)
 
 
 @dataclass(frozen=True)
@@ -195,10 +143,9 @@ class _Build:
         self._values = values
         self._shard_rows = shard_rows
         self._progress = progress
-        self._spaces = _row_spaces(source)
+        self._spaces = row_spaces(source)
         self._directions: dict[str, np.ndarray | None] = {}
         self._row_sums: dict[str, RowSum] = {}
-        self._asked_for = -1
         self._done = 0
         self.nbytes = sum(
             space.rows * 4 * self._width(source.manifest.layers[name])
@@ -234,7 +181,7 @@ class _Build:
                         pending[name].append(shard)
         self._finish({name: tuple(p.result() for p in own) for name, own in pending.items()})
 
-    def _rows_per_shard(self, space: _Space) -> int:
+    def _rows_per_shard(self, space: Space) -> int:
         """The rows of a shard: fewer than asked for where a file would outgrow its bytes."""
         layers = [self._source.manifest.layers[name] for name in space.layers]
         widest = max(max(layer.d_in, layer.d_out) for layer in layers)
@@ -249,7 +196,7 @@ class _Build:
         return max(sizes, default=0) + 4096
 
     def _write_sidecar(
-        self, number: int, space: _Space, start: int, stop: int
+        self, number: int, space: Space, start: int, stop: int
     ) -> tuple[np.ndarray, np.ndarray]:
         """Write the sidecar of rows [start, stop).
 
@@ -283,7 +230,7 @@ class _Build:
         self,
         writer: ShardWriter,
         layer: LayerSpec,
-        space: _Space,
+        space: Space,
         positions: np.ndarray,
         run_starts: np.ndarray,
         start: int,
@@ -312,7 +259,7 @@ class _Build:
                 sketches[where] = sketch(rows, directions)
 
         def fill_keys(file: ShardFile) -> None:
-            with _Beside() as beside:
+            with Beside() as beside:
                 for _, where, rows in pieces(values=False):
                     beside.submit(study, where, rows)
                     file.put(where, rows)
@@ -324,7 +271,7 @@ class _Build:
                 assert row_sum is not None
                 row_sum.add(step, keys_file.take(where), rows)
 
-            with _Beside() as beside:
+            with Beside() as beside:
                 for record, where, rows in pieces(values=True):
                     if row_sum is not None:
                         beside.submit(add, record.step, where, rows)
@@ -342,13 +289,13 @@ class _Build:
             sums = self._write_array(f"{stem}.sums.npy", facts.sums)
         return _PendingShard(keys, values, entry, sums, facts)
 
-    def _read_ahead(self, space: _Space, start: int, stop: int) -> None:
+    def _read_ahead(self, space: Space, start: int, stop: int) -> None:
         """Have the recording of rows [start, stop) read, as far as nobody asked for it before."""
         records = self._source.passes(space.layers[0])
         for i in space.passes_in(start, stop):
-            if records[i].segment > self._asked_for:
-                self._asked_for = records[i].segment
-                self._source.read_ahead(self._asked_for)
+            if records[i].segment > space.asked_for:
+                space.asked_for = records[i].segment
+                self._source.read_ahead(space.asked_for)
 
     def _find_directions(self, layer: LayerSpec) -> np.ndarray | None:
         """The directions of the layer's sketches, from passes spread over the whole recording."""
@@ -479,42 +426,3 @@ class _Build:
             os.fsync(file.fileno())
             data = file.read()
         return FileEntry(path.name, len(data), digest(data))
-
-
-class _Beside:
-    """A thread that works through what is handed to it, a few passes behind at most.
-
-    Leaving it as a context manager waits for it, and raises what it raised.
-    """
-
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "dualform-study")
-        self._waiting: deque[Future[None]] = deque()
-
-    def submit(self, work: Callable[..., None], *arguments: object) -> None:
-        self._waiting.append(self._thread.submit(work, *arguments))
-        if len(self._waiting) > _AHEAD:
-            self._waiting.popleft().result()
-
-    def __enter__(self) -> _Beside:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._thread.shutdown(wait=True, cancel_futures=kind is not None)
-        if kind is None:
-            for future in self._waiting:
-                future.result()
-
-
-def _row_spaces(source: Recording) -> list[_Space]:
-    """Layers whose passes refer to the same blocks in the same order share a row space."""
-    spaces: dict[bytes, _Space] = {}
-    for name in source.manifest.layers:
-        blocks = [record.block for record in source.passes(name)]
-        key = hashlib.sha256(np.array(blocks, np.int64).tobytes()).digest()
-        if key not in spaces:
-            sizes = [record.rows for record in source.passes(name)]
-            starts = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
-            spaces[key] = _Space([], blocks, starts)
-        spaces[key].layers.append(name)
-    return list(spaces.values())

@@ -1,6 +1,7 @@
 """Exact answers over an index: top-k, sums, dual output (docs/exactness.md)."""
 
-from dualform.engine.index import Index, Layer
+from dualform.engine.index import Index
+from dualform.engine.layer import Layer
 from dualform.engine.results import (
     Coverage,
     DualOutput,

@@ -17,7 +17,8 @@ from dualform.engine.errors import (
     InvalidArgumentError,
     ResourceExhaustedError,
 )
-from dualform.engine.index import Index, Layer
+from dualform.engine.index import Index
+from dualform.engine.layer import Layer
 from dualform.engine.limits import Limits
 from dualform.engine.questions import (
     ORDERS,

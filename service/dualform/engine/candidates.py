@@ -8,7 +8,6 @@ exactly. docs/exactness.md has the rules.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,11 +15,9 @@ import torch
 from dualform.engine.contribution import Contribution
 from dualform.engine.distinct import Distinct, first_of_each
 from dualform.engine.exact import ExactDots, error_bound
+from dualform.engine.layer import Layer
 from dualform.engine.shards import Shard
 from dualform.store.grouping import Grouping
-
-if TYPE_CHECKING:
-    from dualform.engine.index import Layer
 
 _RESCORE_ROWS = 4096
 _COMPRESS_AT = 1 << 17

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from dualform.engine.layer import Layer
 from dualform.engine.output import LayerCoefficients, row_coefficients
-
-if TYPE_CHECKING:
-    from dualform.engine.index import Layer
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 
 from dualform.engine import output
 from dualform.engine.fold import Reducer
+from dualform.engine.layer import Layer
 from dualform.engine.planner import Plan, check_strategy, chosen, output_costs
 from dualform.engine.shards import Stop
 from dualform.engine.states import States
@@ -24,9 +25,6 @@ from dualform.store.files import FileEntry
 from dualform.store.grouping import Grouping
 from dualform.store.index import IndexLayer
 from dualform.store.ledger import Ledger
-
-if TYPE_CHECKING:
-    from dualform.engine.index import Layer
 
 Strategy = Literal["auto", "rebuilt", "scan"]
 

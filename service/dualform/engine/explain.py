@@ -7,7 +7,6 @@ of them scans every row that takes part, the others ride along; otherwise each i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,12 +14,10 @@ import torch
 from dualform.engine import dual_output, sums
 from dualform.engine.candidates import Ranking
 from dualform.engine.fold import Reducer, fold
+from dualform.engine.layer import Layer
 from dualform.engine.planner import Plan
 from dualform.engine.shards import Stop
 from dualform.engine.topk import RankedRows
-
-if TYPE_CHECKING:
-    from dualform.engine.index import Layer
 
 # Where key sums stand for fewer rows than this share, scanning all rows for all answers is cheaper.
 _MOSTLY = 0.75

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 
+from dualform.engine.layer import Layer
 from dualform.engine.shards import Stop, Tile
 from dualform.engine.weights import needs_float64, tile_weights
-
-if TYPE_CHECKING:
-    from dualform.engine.index import Layer
 
 
 class Reducer(Protocol):

@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-import io
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
 import numpy as np
-import pyarrow as pa
 import torch
 
-from dualform.engine import dual_output, output, sums, topk
+from dualform.engine import checks, dual_output, output, sums, topk
 from dualform.engine.bins import binned
 from dualform.engine.candidates import Ranking
-from dualform.engine.contribution import Contribution
 from dualform.engine.distinct import Distinct
 from dualform.engine.dual_output import DualOutputs, Question
 from dualform.engine.errors import (
     DataLossError,
     FailedPreconditionError,
-    InvalidArgumentError,
     NotFoundError,
 )
 from dualform.engine.examples import Examples
 from dualform.engine.explain import Questions, explain
+from dualform.engine.layer import Layer, open_layer
 from dualform.engine.planner import Plan, Planner
 from dualform.engine.results import (
     Coverage,
@@ -40,110 +36,19 @@ from dualform.engine.results import (
     WeightsChunk,
 )
 from dualform.engine.rows import Rows
-from dualform.engine.shards import Shard, ShardFile, Stop
+from dualform.engine.shards import Stop
 from dualform.engine.states import States
 from dualform.engine.stream import CHUNK_BYTES, weights_in_row_order
 from dualform.store.errors import DamagedError
-from dualform.store.files import FileEntry, check_digest, read_checked
+from dualform.store.files import FileEntry, check_digest
 from dualform.store.grouping import Grouping
-from dualform.store.index import REBUILD, IndexLayer, IndexManifest
+from dualform.store.index import REBUILD, IndexManifest
 from dualform.store.ledger import Ledger
 from dualform.v1 import attribution_pb2 as pb
 
 Order = Literal["largest", "smallest", "absolute"]
 RankBy = Literal["weight", "contribution"]
 Strategy = Literal["auto", "certified", "flat", "scan"]
-
-
-@dataclass(frozen=True)
-class Layer:
-    """One layer of an opened index.
-
-    Attributes:
-        manifest: Names, shapes and marks, as published.
-        space: Its row space.
-        shards: Its shards, in order of position.
-        finite: bool [rows], by position: which keys are finite.
-        directions: float32 [m, d_in], the P of its sketches; None without any.
-        run_sums: float64 [runs, d_in], sum of the keys of each of the space's runs, or None.
-        nonnegative: No key has a negative number.
-        nonfinite: Number of keys that are not finite.
-    """
-
-    manifest: IndexLayer
-    space: Rows
-    shards: tuple[Shard, ...]
-    finite: np.ndarray = field(repr=False)
-    directions: torch.Tensor | None = field(repr=False)
-    run_sums: np.ndarray | None = field(repr=False)
-    nonnegative: bool
-    nonfinite: int
-
-    @property
-    def name(self) -> str:
-        return self.manifest.name
-
-    @property
-    def kind(self) -> str:
-        return self.manifest.kind
-
-    @property
-    def d_in(self) -> int:
-        return self.manifest.d_in
-
-    @property
-    def d_out(self) -> int:
-        return self.manifest.d_out
-
-    @property
-    def bias(self) -> bool:
-        return self.manifest.bias is not None
-
-    @property
-    def rows(self) -> int:
-        """Number of rows."""
-        return self.space.total
-
-    @property
-    def row_space(self) -> int:
-        """Number of its row space: layers with the same number share row ids and metadata."""
-        return self.manifest.space
-
-    @property
-    def values(self) -> bool:
-        """Whether the index holds values, and so dual outputs."""
-        return self.manifest.values
-
-    @property
-    def inexact(self) -> list[tuple[int, str]]:
-        """From which step on the dual form is not exact, and why; empty where it is throughout."""
-        return [(mark.from_step, mark.reason) for mark in self.manifest.inexact]
-
-    def values_at(self, positions: np.ndarray, unit: int) -> np.ndarray:
-        """One output unit's values at these positions, int64 [m] and ascending: float32 [m]."""
-        parts = []
-        bounds = np.searchsorted(positions, self.space.starts)
-        for shard, first, last in zip(self.shards, bounds, bounds[1:], strict=False):
-            if first < last:
-                assert shard.values is not None
-                inside = torch.from_numpy(positions[first:last] - shard.start)
-                parts.append(shard.values.rows()[inside, unit].numpy())
-        return np.concatenate(parts)
-
-    def keys_at(self, positions: np.ndarray) -> torch.Tensor:
-        """Keys at these positions, int64 [m] and ascending: float32 [m, d_in], aligned."""
-        parts = []
-        bounds = np.searchsorted(positions, self.space.starts)
-        for shard, first, last in zip(self.shards, bounds, bounds[1:], strict=False):
-            if first < last:
-                inside = torch.from_numpy(positions[first:last] - shard.start)
-                parts.append(torch.index_select(shard.keys.rows(), 0, inside))
-        return torch.cat(parts)
-
-    @property
-    def columns(self) -> list[tuple[str, pa.DataType]]:
-        """Metadata columns and their types."""
-        return [(name, column.type) for name, column in self.space.columns.items()]
 
 
 class Index:
@@ -169,9 +74,11 @@ class Index:
         self._use_faiss = use_faiss
         self._manifest = IndexManifest.load(path)
         self._ledger = self._manifest.load_ledger(path)
-        self._rows = [Rows(path, space) for space in self._manifest.spaces]
+        spaces = self._manifest.spaces
+        self._rows = [Rows(path, space) for space in spaces]
         self.layers: Mapping[str, Layer] = {
-            name: self._open_layer(layer) for name, layer in self._manifest.layers.items()
+            name: open_layer(path, layer, spaces[layer.space], self._rows[layer.space])
+            for name, layer in self._manifest.layers.items()
         }
         self._states = States(path)
         self._outputs = DualOutputs(self._ledger, self._states, device)
@@ -192,7 +99,7 @@ class Index:
             dualform.store.StoreError: No index there, a newer one, or a damaged one.
             ValueError: The device is none, or not there.
         """
-        return cls(Path(path), device=_device(device), use_faiss=use_faiss)
+        return cls(Path(path), device=checks.device(device), use_faiss=use_faiss)
 
     def __enter__(self) -> Index:
         return self
@@ -270,11 +177,11 @@ class Index:
             stop: Asked between tiles.
         """
         own = self.layer(layer)
-        query = _checked(queries, own.manifest)
-        contribution, end = self._contribution(own, rank_by, unit, at_step)
+        query = checks.query_tensor(queries, own.manifest)
+        contribution, end = checks.contribution(own, self._ledger, rank_by, unit, at_step)
         grouping = None if group_by is None else own.space.grouping(group_by)
         apart = None if distinct is None else Distinct.of(own.space.grouping(distinct, "distinct"))
-        ranking = _ranking(k, order, grouping, contribution, apart)
+        ranking = checks.ranking(k, order, grouping, contribution, apart)
         mask = own.space.select(where, before_step=end)
         refused = self._top_k_refusals(own, ranking, mask is own.space.everything)
         coverage = _coverage(own, mask)
@@ -320,7 +227,7 @@ class Index:
             stop: Asked between tiles.
         """
         own = self.layer(layer)
-        query = _checked(queries, own.manifest)
+        query = checks.query_tensor(queries, own.manifest)
         grouping = own.space.grouping(group_by)
         mask = own.space.select(where)
         if bins is None:
@@ -366,8 +273,8 @@ class Index:
             stop: Asked between tiles.
         """
         own = self.layer(layer)
-        query = _checked(queries, own.manifest)
-        end = self._end(own, at_step)
+        query = checks.query_tensor(queries, own.manifest)
+        end = checks.last_step(own, self._ledger, at_step)
         grouping = None if group_by is None else own.space.grouping(group_by)
         mask = own.space.select(where, before_step=None if at_step is None else end)
         question = Question(query, at_step, end, grouping, mask, where is not None, strategy)
@@ -406,8 +313,8 @@ class Index:
             stop: Asked between tiles.
         """
         own = self.layer(layer)
-        query = _checked(queries, own.manifest)
-        ranking = None if k is None else _ranking(k, order)
+        query = checks.query_tensor(queries, own.manifest)
+        ranking = None if k is None else checks.ranking(k, order)
         grouping = None if group_by is None else own.space.grouping(group_by)
         mask = own.space.select(where)
         coverage = _coverage(own, mask)
@@ -416,7 +323,7 @@ class Index:
             runs, counts = own.space.run_codes(group_by), own.space.count(group_by, mask)
             totals = sums.Question(query, grouping, runs, absolute, mask)
         if dual_output:
-            end = self._end(own, None)
+            end = checks.last_step(own, self._ledger, None)
             wanted = Question(query, None, end, grouping, mask, where is not None, "auto")
         asked = Questions(query, mask, ranking, totals, wanted)
         with self._guarded():
@@ -456,7 +363,7 @@ class Index:
             finite are not finite either.
         """
         own = self.layer(layer)
-        query = _checked(queries, own.manifest)
+        query = checks.query_tensor(queries, own.manifest)
         chunks = weights_in_row_order(own, query, chunk_bytes, stop)
 
         def guarded() -> Iterator[WeightsChunk]:
@@ -472,7 +379,7 @@ class Index:
 
     def check_queries(self, layer: str, queries: np.ndarray) -> None:
         """Refuse queries that the layer does not take: InvalidArgumentError, or NotFoundError."""
-        _checked(queries, self.layer(layer).manifest)
+        checks.query_tensor(queries, self.layer(layer).manifest)
 
     def group_count(self, layer: str, group_by: str) -> int:
         """How many groups a column makes."""
@@ -541,49 +448,6 @@ class Index:
             self.damage = str(error)
             raise DataLossError(str(error)) from None
 
-    def _open_layer(self, layer: IndexLayer) -> Layer:
-        rows = self._rows[layer.space]
-        space = self._manifest.spaces[layer.space]
-        directions = None
-        if layer.directions is not None:
-            directions = self._read_array(layer.directions)
-        shards = []
-        for place, own in zip(space.shards, layer.shards, strict=True):
-            keys = ShardFile(self.path, own.keys, place.rows, layer.d_in, "keys")
-            values = None
-            if own.values is not None:
-                values = ShardFile(self.path, own.values, place.rows, layer.d_out, "values")
-            sketch = None
-            if own.sketch is not None and directions is not None:
-                floats = len(directions) + 1
-                sketch = ShardFile(self.path, own.sketch, place.rows, floats, "sketch")
-            shards.append(
-                Shard(place.start, place.rows, keys, values, sketch, own.max_norm, own.nonfinite)
-            )
-        finite = np.concatenate([np.ones(0, bool), *(shard.finite() for shard in shards)])
-        return Layer(
-            layer,
-            rows,
-            tuple(shards),
-            finite,
-            directions,
-            self._read_run_sums(layer),
-            all(own.nonnegative for own in layer.shards),
-            int(np.count_nonzero(~finite)),
-        )
-
-    def _read_run_sums(self, layer: IndexLayer) -> np.ndarray | None:
-        parts = [np.zeros((0, layer.d_in))]
-        for shard in layer.shards:
-            if shard.sums is None:
-                return None
-            parts.append(self._read_array(shard.sums).numpy())
-        return np.concatenate(parts)
-
-    def _read_array(self, entry: FileEntry) -> torch.Tensor:
-        data = read_checked(self.path, entry, REBUILD)
-        return torch.from_numpy(np.load(io.BytesIO(data), allow_pickle=False))
-
     def _top_k_refusals(self, layer: Layer, ranking: Ranking, whole: bool) -> dict[str, str | None]:
         """Why each strategy can't answer a top-k of all rows, or of some; None where it can."""
         faiss = topk.faiss_applies(ranking, whole, self._device)
@@ -592,97 +456,6 @@ class Index:
             "flat": faiss if self._use_faiss else "this process scans with torch alone",
             "scan": None,
         }
-
-    def _contribution(
-        self, layer: Layer, rank_by: str, unit: int | None, at_step: int | None
-    ) -> tuple[Contribution | None, int | None]:
-        """What to rank by, and the step before which rows take part."""
-        if rank_by == "weight":
-            for name, value in (("unit", unit), ("at_step", at_step)):
-                if value is not None:
-                    raise InvalidArgumentError(
-                        f"{name} goes with rank_by='contribution', not with 'weight'", field=name
-                    )
-            return None, None
-        if rank_by != "contribution":
-            raise InvalidArgumentError(
-                f"rank_by is {rank_by!r}; it is one of weight, contribution", field="rank_by"
-            )
-        if unit is None or not 0 <= unit < layer.d_out:
-            raise InvalidArgumentError(
-                f"unit is {unit}; layer {layer.name!r} has output units 0 to {layer.d_out - 1}",
-                field="unit",
-            )
-        end = self._end(layer, at_step)
-        return Contribution(self.ledger_coefficients(layer.name, end), unit), end
-
-    def _end(self, layer: Layer, at_step: int | None) -> int:
-        """The number of steps that an output is about, once the layer is exact up to there."""
-        end = self.steps if at_step is None else at_step
-        if not 0 <= end <= self.steps:
-            raise InvalidArgumentError(
-                f"at_step is {at_step}; training had {self.steps} steps, so it is one of 0 to "
-                f"{self.steps}",
-                field="at_step",
-            )
-        self._check_output(layer, end)
-        return end
-
-    def _check_output(self, layer: Layer, end: int) -> None:
-        if not layer.manifest.values:
-            raise FailedPreconditionError(
-                f"layer {layer.manifest.name!r} was recorded or indexed without values, so it has "
-                "no dual output; record with values=True and build with --values",
-                field="layer",
-                reason="NO_VALUES",
-            )
-        for mark in layer.manifest.inexact:
-            if mark.from_step < end:
-                raise FailedPreconditionError(
-                    f"the dual output of layer {layer.manifest.name!r} is not exact from step "
-                    f"{mark.from_step} on: {mark.reason}; ask with at_step <= {mark.from_step}, or "
-                    "for weights (top-k, sums), which stay exact",
-                    field="layer",
-                    reason="INEXACT",
-                )
-
-
-def _checked(queries: np.ndarray, layer: IndexLayer) -> torch.Tensor:
-    """The queries as a contiguous float32 tensor, once they are what they should be."""
-    if queries.dtype != np.float32:
-        raise InvalidArgumentError(
-            f"queries are {queries.dtype}; they must be float32", field="queries"
-        )
-    if queries.ndim != 2 or queries.shape[1] != layer.d_in:
-        raise InvalidArgumentError(
-            f"queries have shape {list(queries.shape)}; layer {layer.name!r} takes "
-            f"[n, {layer.d_in}]",
-            field="queries",
-        )
-    if len(queries) == 0:
-        raise InvalidArgumentError("queries hold no row; ask with at least one", field="queries")
-    odd = np.flatnonzero(~np.isfinite(queries).all(axis=1))
-    if odd.size:
-        raise InvalidArgumentError(
-            f"query {odd[0]} holds NaN or Inf; queries must be finite", field="queries"
-        )
-    return torch.from_numpy(np.array(queries, dtype=np.float32, order="C"))
-
-
-def _ranking(
-    k: int,
-    order: str,
-    grouping: Grouping | None = None,
-    contribution: Contribution | None = None,
-    distinct: Distinct | None = None,
-) -> Ranking:
-    if k < 1:
-        raise InvalidArgumentError(f"k is {k}; it must be at least 1", field="k")
-    if order not in ("largest", "smallest", "absolute"):
-        raise InvalidArgumentError(
-            f"order is {order!r}; it is one of largest, smallest, absolute", field="order"
-        )
-    return Ranking(k, order, grouping, contribution, distinct)
 
 
 def _hits(
@@ -739,13 +512,3 @@ def _coverage(layer: Layer, mask: np.ndarray) -> Coverage:
         return Coverage(layer.rows, layer.rows, layer.nonfinite)
     rows = int(np.count_nonzero(mask))
     return Coverage(rows, layer.space.total, rows - int(np.count_nonzero(mask & layer.finite)))
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name not in ("cpu", "cuda"):
-        raise ValueError(f"device is {name!r}; it is one of auto, cpu, cuda")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device is cuda, but torch finds no GPU; use auto or cpu")
-    return torch.device(name)

@@ -19,7 +19,8 @@ from dualform.engine.output import left_behind
 from dualform.store.ledger import Coefficients
 
 if TYPE_CHECKING:
-    from dualform.engine.index import Index, Layer
+    from dualform.engine.index import Index
+    from dualform.engine.layer import Layer
     from dualform.engine.shards import Tile
 
 DIRECTIONS = 32

@@ -9,22 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from dualform.engine.fold import Reducer, fold
 from dualform.engine.groups import tile_runs
+from dualform.engine.layer import Layer
 from dualform.engine.shards import Stop, Tile
 from dualform.engine.states import State, product
 from dualform.store.grouping import Grouping
 from dualform.store.index import IndexLayer
 from dualform.store.ledger import Coefficients, Ledger
-
-if TYPE_CHECKING:
-    from dualform.engine.index import Layer
-
 
 _REBUILD_BYTES = 256 << 20
 

@@ -11,14 +11,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from dualform.engine.candidates import Ranking
 from dualform.engine.errors import InvalidArgumentError
+from dualform.engine.layer import Layer
 from dualform.engine.residency import resident
-
-if TYPE_CHECKING:
-    from dualform.engine.index import Layer
 
 # Seconds per byte of keys: read once, for each of the first eight queries, for each further one.
 _SCAN = (0.086e-9, 0.014e-9, 0.004e-9)

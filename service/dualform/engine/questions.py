@@ -15,7 +15,8 @@ import pyarrow as pa
 
 from dualform.engine import wire
 from dualform.engine.errors import InvalidArgumentError, ResourceExhaustedError
-from dualform.engine.index import Index, Layer, Order, RankBy
+from dualform.engine.index import Index, Order, RankBy
+from dualform.engine.layer import Layer
 from dualform.engine.limits import Limits
 from dualform.engine.planner import Plan
 from dualform.engine.results import Coverage, DualOutput, Sums, TopK

@@ -6,10 +6,9 @@ import ctypes
 import mmap
 import sys
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from dualform.engine.index import Layer
+from dualform.engine.layer import Layer
 
 _PAGES = 8
 

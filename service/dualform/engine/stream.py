@@ -7,17 +7,14 @@ What is held at a time is one chunk and one tile, however many rows there are.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from dualform.engine.errors import CancelledError
 from dualform.engine.exact import ExactWeights
+from dualform.engine.layer import Layer
 from dualform.engine.shards import TILE_BYTES, Stop
-
-if TYPE_CHECKING:
-    from dualform.engine.index import Layer
 
 CHUNK_BYTES = 1 << 20
 _CHUNK_ROWS = 1 << 14

@@ -9,19 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 
 from dualform.engine.fold import Reducer, fold
 from dualform.engine.groups import runs
+from dualform.engine.layer import Layer
 from dualform.engine.planner import Plan, check_strategy, chosen, sums_costs
 from dualform.engine.shards import Stop, Tile
 from dualform.store.grouping import Grouping
-
-if TYPE_CHECKING:
-    from dualform.engine.index import Layer
 
 Strategy = Literal["auto", "key_sums", "scan"]
 

@@ -8,20 +8,16 @@ tiles, batches, threads, devices or strategies.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 
 from dualform.engine import flat
 from dualform.engine.candidates import Candidates, Ranking, merit
+from dualform.engine.layer import Layer
 from dualform.engine.planner import pruning_pays
 from dualform.engine.shards import Shard, Stop, Tile
 from dualform.engine.sketch import SketchedQueries, best_rows
 from dualform.engine.weights import needs_float64, tile_weights
-
-if TYPE_CHECKING:
-    from dualform.engine.index import Layer
 
 _QUERY_BLOCK = 256
 _FAISS_SLACK = 32

@@ -16,8 +16,9 @@ import numpy as np
 import torch
 
 from dualform.engine.errors import DataLossError
-from dualform.engine.index import Index, Layer
+from dualform.engine.index import Index
 from dualform.engine.intervals import IntervalCheck
+from dualform.engine.layer import Layer
 from dualform.engine.output import LayerCoefficients, left_behind, rebuild, row_coefficients
 from dualform.engine.shards import Tile
 from dualform.store.errors import DamagedError

@@ -1,0 +1,40 @@
+"""Where a build writes: beside the target, under a lock, renamed at the end."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from dualform.store.errors import ExistsError
+from dualform.store.files import sync_directory
+
+
+@contextmanager
+def workspace(target: Path) -> Iterator[Path]:
+    """A locked, empty directory beside the target that becomes the target on success."""
+    if os.path.lexists(target):
+        raise ExistsError(
+            f"{target} exists; an index is never overwritten: remove it or choose another path"
+        )
+    target.parent.mkdir(parents=True, exist_ok=True)
+    directory = target.with_name(f".{target.name}.partial")
+    lock_path = target.with_name(f".{target.name}.lock")
+    with open(lock_path, "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ExistsError(f"another build is writing {target}; wait for it to end") from None
+        try:
+            if directory.exists():
+                shutil.rmtree(directory)
+            directory.mkdir()
+            yield directory
+            os.rename(directory, target)
+            sync_directory(target.parent)
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+            lock_path.unlink(missing_ok=True)
