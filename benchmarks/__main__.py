@@ -5,6 +5,7 @@
     python -m benchmarks topk        exact top-k beside FAISS, torch, usearch, LanceDB, milvus-lite
     python -m benchmarks explain     several answers from one scan beside each by itself
     python -m benchmarks load        a server that several clients ask at once
+    python -m benchmarks memory      what the server holds at its peak, question by question
     python -m benchmarks answers     sums, outputs, gRPC on top, and how top-k grows with the memory
 
 Each says with --help what it takes. OpenMP's wait policy is set here, before torch is imported.
@@ -18,7 +19,7 @@ import sys
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-NAMES = ("recorder", "build", "topk", "answers", "explain", "load")
+NAMES = ("recorder", "build", "topk", "answers", "explain", "load", "memory")
 
 
 def main() -> None:

@@ -13,11 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +23,7 @@ import torch
 
 from benchmarks.cold import bytes_read, forget
 from benchmarks.memories import Memory, recorded, trained
+from benchmarks.server import serving
 from benchmarks.timing import Times, interleaved
 from dualform.client import Client
 from dualform.engine import Index
@@ -123,8 +120,8 @@ def grpc(memories: list[Memory], rounds: int) -> list[dict[str, Any]]:
     """The same question over a real socket and in process, interleaved."""
     found = []
     with (
-        serving(memories[0].path) as address,
-        Client(address) as client,
+        serving(memories[0].path) as server,
+        Client(server.address) as client,
         memories[0].open() as index,
     ):
         for memory in memories:
@@ -200,24 +197,6 @@ def growth(data: Path, largest: Path, scratch: Path, rounds: int) -> list[dict[s
                 }
             )
     return found
-
-
-@contextmanager
-def serving(index: Path) -> Iterator[str]:
-    """A server of its own process on a free loopback port: its address."""
-    command = [sys.executable, "-m", "dualform.cli", "serve", str(index), "--port", "0"]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        if not line.startswith("listening on "):
-            raise SystemExit(f"the server did not start: {line!r}")
-        yield line.removeprefix("listening on ").strip()
-    finally:
-        process.terminate()
-        process.wait()
 
 
 def _medians(times: dict[str, Times]) -> dict[str, float]:

@@ -12,18 +12,16 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.memories import recorded
+from benchmarks.server import serving
 from dualform.client import Client
 
 
@@ -40,11 +38,16 @@ def main() -> None:
         each for each in recorded(arguments.index, arguments.data) if each.layer == arguments.layer
     )
     results: list[dict[str, Any]] = []
-    with served(arguments.index) as address:
+    with serving(arguments.index) as server:
         for clients in arguments.clients:
             for together in (False, True):
                 own = load(
-                    address, memory.layer, memory.queries, clients, together, arguments.seconds
+                    server.address,
+                    memory.layer,
+                    memory.queries,
+                    clients,
+                    together,
+                    arguments.seconds,
                 )
                 results.append(own)
                 print(own, file=sys.stderr, flush=True)
@@ -91,24 +94,3 @@ def load(
         "median_ms": statistics.median(every),
         "longest_ms": every[-1],
     }
-
-
-@contextmanager
-def served(index: Path) -> Iterator[str]:
-    """A server of its own, once it has read and checked every file."""
-    command = [sys.executable, "-m", "dualform.cli", "serve", f"i={index}", "--port", "0"]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as server:
-        assert server.stdout is not None
-        assert server.stderr is not None
-        try:
-            address = server.stdout.readline().removeprefix("listening on ").strip()
-            for line in server.stderr:
-                if "all files are as written" in line:
-                    break
-            yield address
-        finally:
-            server.terminate()
-            server.stderr.close()
-            server.wait(60)

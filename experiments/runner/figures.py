@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from dualform import plot
 from dualform.client import Client, capture_queries
-from dualform.plot import _style as style
+from dualform.plot import style
 from runner import config, images
 
 

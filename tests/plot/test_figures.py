@@ -19,7 +19,7 @@ from dualform.client import (
     InvalidArgumentError,
     NotFoundError,
 )
-from dualform.plot._style import TASK_COLOURS
+from dualform.plot.style import TASK_COLOURS
 
 from .memory import STEPS, TEXT_PAYLOAD, WITHOUT_PAYLOAD, Pictures, png
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dualform.client import Client, Filter
-from dualform.plot import _style
-from dualform.plot._parts import few_groups, named, one_query, parts
+from dualform.client import Client, Filter, TopKResult
+from dualform.plot import style
+from dualform.plot._parts import Query, answers_by_part, few_groups, layer_panels, named
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -59,49 +59,44 @@ def attention(
         >>> figure = attention(client, {"0": queries["0"][:1], "2": queries["2"][:1]})
         >>> save(figure, "attention.pdf")
     """
-    _style.need_matplotlib()
-    asked = one_query(queries)
-    answers = []
-    for layer, query in asked.items():
-        split = parts(
-            client,
+    style.need_matplotlib()
+
+    def ask(layer: str, query: Query, rows: str | Filter | None) -> TopKResult:
+        return client.top_k(
             layer,
             query,
-            task_by=task_by,
-            tasks=tasks,
-            where=where,
+            k=per_group,
+            group_by=group_by,
+            order="absolute" if absolute else "largest",
+            where=rows,
             index=index,
             timeout=timeout,
         )
-        hits = [
-            client.top_k(
-                layer,
-                query,
-                k=per_group,
-                group_by=group_by,
-                order="absolute" if absolute else "largest",
-                where=part.where,
-                index=index,
-                timeout=timeout,
-            )
-            for part in split
-        ]
-        few_groups(sum(int(np.sum(each.rows[0, :, 0] >= 0)) for each in hits), group_by)
-        answers.append((split, hits))
-    with _style.look():
-        names = [part.name for part in answers[0][0]]
-        figure, axes = _style.panels(list(asked), extra=0.2 if len(names) > 1 else 0.0)
-        for panel, (split, hits) in zip(axes, answers, strict=True):
+
+    answers = answers_by_part(
+        client,
+        queries,
+        ask,
+        task_by=task_by,
+        tasks=tasks,
+        where=where,
+        index=index,
+        timeout=timeout,
+    )
+    for split in answers.values():
+        few_groups(sum(int(np.sum(hits.rows[0, :, 0] >= 0)) for _, hits in split), group_by)
+    with style.look():
+        figure, axes = layer_panels(answers)
+        for panel, split in zip(axes, answers.values(), strict=True):
             blocks = [
                 (named(group), scores, part.colour)
-                for part, each in zip(split, hits, strict=True)
-                for group, scores in zip(each.groups or [], each.scores[0], strict=True)
+                for part, hits in split
+                for group, scores in zip(hits.groups or [], hits.scores[0], strict=True)
                 if not np.isnan(scores).all()
             ]
             _draw(panel, blocks, per_group, absolute)
             panel.set_ylabel("|attention weight|" if absolute else "attention weight")
         axes[-1].set_xlabel(f"{group_by} of the training rows, the top {per_group:,} of each")
-        _style.legend(figure, names, [part.colour for part in answers[0][0]])
     return figure
 
 
@@ -119,10 +114,10 @@ def _draw(
         axes.fill_between(places, heights, color=colour, alpha=0.25, linewidth=0)
         if number:
             next_task = colour != blocks[number - 1][2]
-            line = _style.FRAME if next_task else _style.SEPARATOR
+            line = style.FRAME if next_task else style.SEPARATOR
             axes.axvline(number * step - (gap + 1) / 2, color=line, linewidth=0.6)
     axes.set_xlim(-gap, len(blocks) * step)
     if absolute:
         axes.set_ylim(bottom=0)
     centres = [number * step + (per_group - 1) / 2 for number in range(len(blocks))]
-    _style.group_ticks(axes, centres, [name for name, _, _ in blocks])
+    style.group_ticks(axes, centres, [name for name, _, _ in blocks])

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dualform.client import Client, DualOutputResult, Filter, InvalidArgumentError
-from dualform.plot import _style
+from dualform.plot import style
 from dualform.plot._parts import few_groups, named, one_query, parts, with_rows
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def contributions(
         FailedPreconditionError: The index holds no values, the layer has no exact dual form, or
             matplotlib is not installed.
     """
-    _style.need_matplotlib()
+    style.need_matplotlib()
     asked = one_query({layer: query})[layer]
 
     def output(rows: str | Filter | None, column: str | None) -> DualOutputResult:
@@ -114,7 +114,7 @@ def contributions(
     lines.append(whole.values[0])
     title = f"layer {layer}: what the rows of each {group_by} added"
     title += "" if at_step is None else f", after {at_step:,} steps"
-    with _style.look():
+    with style.look():
         return _draw(np.stack(lines)[:, columns], names, columns, title)
 
 
@@ -142,10 +142,10 @@ def _draw(
 
     height, width = table.shape
     # Not narrower than its title.
-    figure = _style.new_figure(max(0.42 * width + 1.5, 4.2), 0.2 * height + 0.75)
+    figure = style.new_figure(max(0.42 * width + 1.5, 4.2), 0.2 * height + 0.75)
     axes = figure.subplots()
     most = float(np.max(np.abs(table))) or 1.0
-    colours = LinearSegmentedColormap.from_list("contributions", _style.DIVERGING)
+    colours = LinearSegmentedColormap.from_list("contributions", style.DIVERGING)
     axes.imshow(table, cmap=colours, vmin=-most, vmax=most, aspect="auto")
     best = int(np.argmax(table[-1]))
     for (row, column), value in np.ndenumerate(table):
@@ -155,7 +155,7 @@ def _draw(
             _number(float(value), most),
             ha="center",
             va="center",
-            fontsize=_style.SMALL - 0.5,
+            fontsize=style.SMALL - 0.5,
             color="white" if _dark(colours(0.5 + 0.5 * float(value) / most)) else "black",
             fontweight="bold" if column == best and row == height - 1 else "normal",
         )
@@ -166,7 +166,7 @@ def _draw(
     axes.set_xticks(range(width), [str(unit) for unit in units])
     axes.get_xticklabels()[best].set_fontweight("bold")
     axes.set_yticks(range(height), list(names))
-    axes.tick_params(labelsize=_style.SMALL, length=0)
+    axes.tick_params(labelsize=style.SMALL, length=0)
     axes.set_xlabel("output unit")
     axes.set_title(title, loc="left")
     for side in axes.spines.values():

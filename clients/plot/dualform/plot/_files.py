@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dualform.client import InvalidArgumentError
-from dualform.plot import _style
+from dualform.plot import style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -45,6 +45,6 @@ def save(figure: Figure, path: str | Path) -> None:
     drawn = io.BytesIO()
     # No date: the same figure gives the same bytes.
     dateless = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
-    with _style.look():
+    with style.look():
         figure.savefig(drawn, format=kind, metadata=dateless)
     Path(path).write_bytes(drawn.getvalue())

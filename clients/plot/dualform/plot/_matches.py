@@ -16,7 +16,7 @@ from dualform.client import (
     InvalidArgumentError,
     TopKResult,
 )
-from dualform.plot import _style
+from dualform.plot import style
 from dualform.plot._parts import named, one_query
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def matches(
         FailedPreconditionError: An example without a payload, a payload that is no PNG, or
             matplotlib is not installed.
     """
-    _style.need_matplotlib()
+    style.need_matplotlib()
     asked = one_query(queries)
     own = None if image is None else _grey(image, "image")
     answers = []
@@ -99,7 +99,7 @@ def matches(
                 )
             shown = [_grey(each, f"example {i!r}") for i, each in zip(ids, given, strict=True)]
         answers.append((hits, shown))
-    with _style.look():
+    with style.look():
         return _draw(list(asked), answers, own, k, label)
 
 
@@ -162,7 +162,7 @@ def _draw(
     label: str | None,
 ) -> Figure:
     first = 0 if own is None else 1
-    figure = _style.new_figure(1.15 * (k + first) + 0.3, 1.6 * len(layers) + 0.15, images=True)
+    figure = style.new_figure(1.15 * (k + first) + 0.3, 1.6 * len(layers) + 0.15, images=True)
     axes = figure.subplots(len(layers), k + first, squeeze=False)
     for each in axes.flat:
         _bare(each)
@@ -175,11 +175,11 @@ def _draw(
         for place, picture in enumerate(shown):
             panel = axes[row, first + place]
             _show(panel, picture)
-            lines = [f"weight {_style.amount(float(hits.scores[0, place]))}"]
+            lines = [f"weight {style.amount(float(hits.scores[0, place]))}"]
             if label is not None and label in hits.columns:
                 lines.insert(0, f"{label} {named(_plain(hits[label][0, place]))}")
             lines.append(f"seen {hits.counts[0, place]:,} \N{MULTIPLICATION SIGN}")
-            panel.set_xlabel("\n".join(lines), fontsize=_style.SMALL)
+            panel.set_xlabel("\n".join(lines), fontsize=style.SMALL)
     return figure
 
 

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from dualform.client import Client, Filter, InvalidArgumentError, parse_filter
-from dualform.plot._style import TASK_COLOURS
+from dualform.plot.style import TASK_COLOURS, panels
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 MAX_GROUPS = 60
+
+Answer = TypeVar("Answer")
+Query: TypeAlias = npt.NDArray[np.float32]
+"""One query, float32 [1, d_in]."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +40,7 @@ class Part:
     colour: str
 
 
-def one_query(queries: Mapping[str, object]) -> dict[str, npt.NDArray[np.float32]]:
+def one_query(queries: Mapping[str, object]) -> dict[str, Query]:
     """Each layer's query as float32 [1, d_in].
 
     Raises:
@@ -62,10 +70,53 @@ def one_query(queries: Mapping[str, object]) -> dict[str, npt.NDArray[np.float32
     return found
 
 
+def answers_by_part(
+    client: Client,
+    queries: Mapping[str, object],
+    ask: Callable[[str, Query, str | Filter | None], Answer],
+    *,
+    task_by: str | None,
+    tasks: Sequence[Any] | None,
+    where: str | Filter | None,
+    index: str | None,
+    timeout: float | None,
+) -> dict[str, list[tuple[Part, Answer]]]:
+    """By layer, each part with its answer.
+
+    Args:
+        ask: Called with the layer, its query and the part's filter.
+
+    Raises:
+        InvalidArgumentError: As `one_query` and `parts`.
+    """
+    found = {}
+    for layer, query in one_query(queries).items():
+        split = parts(
+            client,
+            layer,
+            query,
+            task_by=task_by,
+            tasks=tasks,
+            where=where,
+            index=index,
+            timeout=timeout,
+        )
+        found[layer] = [(part, ask(layer, query, part.where)) for part in split]
+    return found
+
+
+def layer_panels(
+    answers: Mapping[str, Sequence[tuple[Part, Any]]],
+) -> tuple[Figure, list[Axes]]:
+    """An empty panel per layer, with the first one's tasks above."""
+    split = [part for part, _ in next(iter(answers.values()))]
+    return panels(list(answers), [part.name for part in split], [part.colour for part in split])
+
+
 def parts(
     client: Client,
     layer: str,
-    query: npt.NDArray[np.float32],
+    query: Query,
     *,
     task_by: str | None,
     tasks: Sequence[Any] | None,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dualform.client import InvalidArgumentError
-from dualform.plot import _style
+from dualform.plot import style
 
 _REVERSE, _BOLD, _PLAIN = "\x1b[7m", "\x1b[1m", "\x1b[0m"
 _SHOWN = {"\n": "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}", "\t": "\N{RIGHTWARDS ARROW}"}
@@ -159,9 +159,9 @@ def _safe(text: str) -> str:
 _CSS = f"""\
 body {{ font: 16px/1.5 Georgia, serif; max-width: 42em; margin: 2em auto; padding: 0 1em; }}
 h1 {{ font-size: 1.3em; }}
-h2 {{ font: bold 0.8em sans-serif; color: {_style.FRAME}; margin: 1.5em 0 0; }}
+h2 {{ font: bold 0.8em sans-serif; color: {style.FRAME}; margin: 1.5em 0 0; }}
 h2 cite {{ font-weight: normal; }}
 p {{ white-space: pre-wrap; overflow-wrap: anywhere; margin: 0.2em 0 0; }}
-mark {{ background: {_style.MARK}; color: black; outline: 1px solid {_style.FRAME};
+mark {{ background: {style.MARK}; color: black; outline: 1px solid {style.FRAME};
   font-weight: bold; }}
 """

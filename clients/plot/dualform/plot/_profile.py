@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dualform.client import Client, Filter
-from dualform.plot import _style
-from dualform.plot._parts import one_query, parts
+from dualform.client import Client, Filter, SumsResult
+from dualform.plot import style
+from dualform.plot._parts import Query, answers_by_part, layer_panels
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -47,49 +47,45 @@ def profile(
         NotFoundError: No such layer or index.
         FailedPreconditionError: matplotlib is not installed.
     """
-    _style.need_matplotlib()
-    asked = one_query(queries)
-    answers = []
-    for layer, query in asked.items():
-        split = parts(
-            client,
+    style.need_matplotlib()
+
+    def ask(layer: str, query: Query, rows: str | Filter | None) -> SumsResult:
+        return client.profile(
             layer,
             query,
-            task_by=task_by,
-            tasks=tasks,
-            where=where,
+            bins=bins,
+            absolute=absolute,
+            where=rows,
             index=index,
             timeout=timeout,
         )
-        curves = [
-            client.profile(
-                layer,
-                query,
-                bins=bins,
-                absolute=absolute,
-                where=part.where,
-                index=index,
-                timeout=timeout,
-            )
-            for part in split
-        ]
-        answers.append((split, curves))
+
+    answers = answers_by_part(
+        client,
+        queries,
+        ask,
+        task_by=task_by,
+        tasks=tasks,
+        where=where,
+        index=index,
+        timeout=timeout,
+    )
     steps = client.index(index, timeout=timeout).steps
-    with _style.look():
-        names = [part.name for part in answers[0][0]]
-        figure, axes = _style.panels(list(asked), extra=0.2 if len(names) > 1 else 0.0)
-        for panel, (split, curves) in zip(axes, answers, strict=True):
-            for part, each in zip(split, curves, strict=True):
-                edges = [*each.groups, steps]
-                panel.stairs(each.values[0], edges, baseline=None, color=part.colour, linewidth=1.2)
+    with style.look():
+        figure, axes = layer_panels(answers)
+        for panel, split in zip(axes, answers.values(), strict=True):
+            for part, curve in split:
+                edges = [*curve.groups, steps]
+                panel.stairs(
+                    curve.values[0], edges, baseline=None, color=part.colour, linewidth=1.2
+                )
                 if len(split) == 1:  # Several would hide each other.
-                    panel.stairs(each.values[0], edges, color=part.colour, alpha=0.25, fill=True)
+                    panel.stairs(curve.values[0], edges, color=part.colour, alpha=0.25, fill=True)
             if absolute:
                 panel.set_ylim(bottom=0)
-            panel.axhline(0, color=_style.FRAME, linewidth=0.6)
+            panel.axhline(0, color=style.FRAME, linewidth=0.6)
             panel.set_xlim(0, steps)
             panel.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
             panel.set_ylabel("sum of |weights|" if absolute else "sum of weights")
         axes[-1].set_xlabel(f"training step, in {bins:,} parts")
-        _style.legend(figure, names, [part.colour for part in answers[0][0]])
     return figure

@@ -7,9 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dualform.client import Client, Filter
-from dualform.plot import _style
-from dualform.plot._parts import few_groups, named, one_query, parts, with_rows
+from dualform.client import Client, Filter, SumsResult
+from dualform.plot import style
+from dualform.plot._parts import (
+    Query,
+    answers_by_part,
+    few_groups,
+    layer_panels,
+    named,
+    with_rows,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -51,50 +58,45 @@ def sums(
         NotFoundError: No such layer or index.
         FailedPreconditionError: matplotlib is not installed.
     """
-    _style.need_matplotlib()
-    asked = one_query(queries)
-    answers = []
-    for layer, query in asked.items():
-        split = parts(
-            client,
+    style.need_matplotlib()
+
+    def ask(layer: str, query: Query, rows: str | Filter | None) -> SumsResult:
+        return client.sums(
             layer,
             query,
-            task_by=task_by,
-            tasks=tasks,
-            where=where,
+            group_by=group_by,
+            absolute=absolute,
+            where=rows,
             index=index,
             timeout=timeout,
         )
-        totals = [
-            client.sums(
-                layer,
-                query,
-                group_by=group_by,
-                absolute=absolute,
-                where=part.where,
-                index=index,
-                timeout=timeout,
-            )
-            for part in split
-        ]
-        few_groups(sum(int(np.sum(each.counts > 0)) for each in totals), group_by)
-        answers.append((split, totals))
-    with _style.look():
-        names = [part.name for part in answers[0][0]]
-        figure, axes = _style.panels(list(asked), extra=0.2 if len(names) > 1 else 0.0)
-        for panel, (split, totals) in zip(axes, answers, strict=True):
+
+    answers = answers_by_part(
+        client,
+        queries,
+        ask,
+        task_by=task_by,
+        tasks=tasks,
+        where=where,
+        index=index,
+        timeout=timeout,
+    )
+    for split in answers.values():
+        few_groups(sum(int(np.sum(totals.counts > 0)) for _, totals in split), group_by)
+    with style.look():
+        figure, axes = layer_panels(answers)
+        for panel, split in zip(axes, answers.values(), strict=True):
             ticks: list[str] = []
-            for part, each in zip(split, totals, strict=True):
-                heights = each.values[0][each.counts > 0]
+            for part, totals in split:
+                heights = totals.values[0][totals.counts > 0]
                 places = range(len(ticks), len(ticks) + len(heights))
                 panel.bar(places, heights, width=0.75, color=part.colour)
-                ticks += map(named, with_rows(each.groups, each.counts))
-                if part is not split[-1]:
-                    panel.axvline(len(ticks) - 0.5, color=_style.FRAME, linewidth=0.6)
-            panel.axhline(0, color=_style.FRAME, linewidth=0.6)
+                ticks += map(named, with_rows(totals.groups, totals.counts))
+                if part is not split[-1][0]:
+                    panel.axvline(len(ticks) - 0.5, color=style.FRAME, linewidth=0.6)
+            panel.axhline(0, color=style.FRAME, linewidth=0.6)
             panel.set_xlim(-0.7, len(ticks) - 0.3)
-            _style.group_ticks(panel, range(len(ticks)), ticks)
+            style.group_ticks(panel, range(len(ticks)), ticks)
             panel.set_ylabel("sum of |weights|" if absolute else "sum of weights")
         axes[-1].set_xlabel(f"{group_by} of the training rows")
-        _style.legend(figure, names, [part.colour for part in answers[0][0]])
     return figure

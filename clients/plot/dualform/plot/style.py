@@ -1,5 +1,7 @@
 """How all figures look: colours, sizes, and what a panel has; the one place for each.
 
+For figures of your own too, that are to stand beside these.
+
 The colours are Okabe and Ito's palette: told apart by colour-blind readers, and in grey.
 """
 
@@ -80,13 +82,16 @@ def new_figure(width: float, height: float, *, images: bool = False) -> Figure:
     return Figure(figsize=(width, height), dpi=DOTS_PER_INCH, layout=layout)
 
 
-def panels(names: Sequence[str], extra: float = 0.0) -> tuple[Figure, list[Axes]]:
-    """A wide panel per layer, one below the other; `extra` inches more on top."""
-    figure = new_figure(WIDTH, HEIGHT * len(names) + extra)
-    axes = list(figure.subplots(len(names), 1, squeeze=False)[:, 0])
-    for name, each in zip(names, axes, strict=True):
+def panels(
+    layers: Sequence[str], tasks: Sequence[str], colours: Sequence[str]
+) -> tuple[Figure, list[Axes]]:
+    """A wide panel per layer, one below the other, and above them what colour each task has."""
+    figure = new_figure(WIDTH, HEIGHT * len(layers) + (0.2 if len(tasks) > 1 else 0.0))
+    axes = list(figure.subplots(len(layers), 1, squeeze=False)[:, 0])
+    for name, each in zip(layers, axes, strict=True):
         each.set_title(f"layer {name}", loc="left")
         dress(each)
+    legend(figure, tasks, colours)
     return figure, axes
 
 
