@@ -160,13 +160,13 @@ def report(image: int, label: int, answers: list[LayerAnswer]) -> None:
     """Print the answers for one test image, by its id."""
     last = answers[-1]
     predicted = int(last.dual.argmax())
-    print(f"Test image {image}: a {label}, the network says {predicted}.")
+    print(f"Test image {image}: digit {label}, the network says {predicted}.")
     for answer in answers:
         print(f"\nLayer {answer.layer}: {answer.rows:,} rows of {answer.d_in}")
         print(f"  training images with the largest weight (rows of theirs among the top {K}):")
         for match in answer.matches:
             print(
-                f"    example {match.example:>4}, a {match.label}"
+                f"    example {match.example:>4}, digit {match.label}"
                 f"   weight {match.weight:9.3f}   {match.count:>3} rows"
             )
         print("  sum of weights per class:")

@@ -113,7 +113,7 @@ def _query(
 ) -> None:
     _image(axes, query)
     axes.set_title("query: a test image", loc="left", size=9)
-    lines = [f"shows a {label}", f"the network says {predicted}"]
+    lines = [f"shows digit {label}", f"the network says {predicted}"]
     lines += ["", "dual output", "against the layer's", "(relative error)"]
     lines += [f"  layer {answer.layer}   {answer.error:.0e}" for answer in answers]
     axes.text(0, -0.08, "\n".join(lines), transform=axes.transAxes, va="top", linespacing=1.4)
@@ -124,7 +124,8 @@ def _matches(figure: Figure, slot: SubplotSpec, answer: LayerAnswer, top: int, f
     for place, match in enumerate(answer.matches):
         axes = figure.add_subplot(cells[place])
         _image(axes, match.pixels)
-        axes.set_xlabel(f"a {match.label}, weight {match.weight:.0f}\n{match.count} rows", size=8)
+        said = f"digit {match.label}, weight {match.weight:.0f}\n{match.count} rows"
+        axes.set_xlabel(said, size=8)
         if place == 0:
             axes.set_ylabel(f"layer {answer.layer}", size=10)
             if first:

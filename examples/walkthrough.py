@@ -96,7 +96,7 @@ wrong = torch.nonzero(logits.argmax(1) != labels[test])[0, 0]
 image, truth, said = int(test[wrong]), int(labels[test[wrong]]), int(logits[wrong].argmax())
 right = float((logits.argmax(1) == labels[test]).double().mean())
 print(f"Right on {right:.1%} of the test images.")
-print(f"Image {image} is a {truth}, the network says {said}.")
+print(f"Image {image} shows digit {truth}, the network says {said}.")
 
 queries = capture_queries(model, inputs[image : image + 1])  # {"0": float32 [1, 64], …}
 

@@ -18,7 +18,7 @@ def test_it_reports_an_exact_dual_output(demo: Demo) -> None:
     errors = re.findall(r"dual output against the layer's own: relative error (\S+)", demo.output)
     assert len(errors) == 3
     assert all(0 <= float(error) <= 1e-5 for error in errors)
-    assert re.search(r"Test image \d+: a \d, the network says \d\.", demo.output)
+    assert re.search(r"Test image \d+: digit \d, the network says \d\.", demo.output)
     right = re.search(r"Right on ([\d.]+)% of 297 test images", demo.output)
     assert right is not None
     assert float(right[1]) > 95
@@ -63,7 +63,7 @@ def test_its_last_command_serves(demo: Demo) -> None:
     words = ["bash", "-c", f"exec {command} --port 0"]
     with serving(words, demo.folder.parent / "last.log") as address, Client(address) as client:
         hits = client.top_k("0", np.load(demo.folder / "query-0.npy"), k=1)
-    best = re.search(r"example +(\d+), a", demo.output)
+    best = re.search(r"example +(\d+), digit", demo.output)
     assert best is not None
     assert hits["example"][0, 0] == int(best[1])
 

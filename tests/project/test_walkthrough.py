@@ -17,7 +17,7 @@ def test_it_runs_and_leaves_its_figures(tmp_path: Path) -> None:
         [sys.executable, "-W", "error", str(SCRIPT)], cwd=tmp_path, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    told = re.search(r"is a (\d), the network says (\d)\.", done.stdout)
+    told = re.search(r"shows digit (\d), the network says (\d)\.", done.stdout)
     assert told is not None
     assert told[1] != told[2]
     # The ten images masked took away what spoke for the wrong answer.
