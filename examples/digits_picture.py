@@ -124,7 +124,7 @@ def _matches(figure: Figure, slot: SubplotSpec, answer: LayerAnswer, top: int, f
     for place, match in enumerate(answer.matches):
         axes = figure.add_subplot(cells[place])
         _image(axes, match.pixels)
-        said = f"digit {match.label}, weight {match.weight:.0f}\n{match.count} rows"
+        said = f"digit {match.label}\nweight {match.weight:.0f}\n{match.count} rows"
         axes.set_xlabel(said, size=8)
         if place == 0:
             axes.set_ylabel(f"layer {answer.layer}", size=10)
