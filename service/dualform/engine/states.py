@@ -19,7 +19,7 @@ from dualform.store.index import REBUILD
 State = Mapping[str, torch.Tensor]
 """Tensors by name, as in the file: parameters, and "momentum:<parameter>"; only to be read."""
 
-_BLOCK_BYTES = 512 << 10
+_BLOCK_BYTES = 2 << 20
 
 
 class States:
@@ -60,7 +60,9 @@ def product(queries: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return queries @ weight.T
     out = torch.empty((len(queries), len(weight)), dtype=torch.float64)
     step = max(1, _BLOCK_BYTES // (8 * weight.shape[1]))
+    wide = torch.empty((min(step, len(weight)), weight.shape[1]), dtype=torch.float64)
     for first in range(0, len(weight), step):
-        block = weight[first : first + step].double()
+        rows = weight[first : first + step]
+        block = wide[: len(rows)].copy_(rows)
         out[:, first : first + step] = queries @ block.T
     return out
