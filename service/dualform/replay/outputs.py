@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from dualform.engine.output import left_behind
 from dualform.record.sink import State
 from dualform.replay.errors import ReplayError
 from dualform.replay.reducer import Pending
 from dualform.replay.tiles import LiveTile
-from dualform.store.ledger import Coefficients, Ledger
+from dualform.store.ledger import Ledger
 from dualform.store.recording_format import LayerSpec
 
 CHUNK = 256
@@ -34,12 +35,12 @@ class DualOutput(Pending):
         own = ledger.coefficients(spec.weight, ledger.steps)
         self._weight = torch.from_numpy(own.c)
         wide = queries.double()
-        self._total = wide @ _left(own, initial, spec.weight).T
+        self._total = wide @ torch.from_numpy(left_behind(initial, spec.weight, own)).T
         self._bias: torch.Tensor | None = None
         if spec.bias is not None:
             of_bias = ledger.coefficients(spec.bias, ledger.steps)
             self._bias = torch.from_numpy(of_bias.c)
-            self._total += _left(of_bias, initial, spec.bias)
+            self._total += torch.from_numpy(left_behind(initial, spec.bias, of_bias))
 
     def update(self, tile: LiveTile, weights: torch.Tensor) -> None:
         """Take a tile."""
@@ -64,10 +65,3 @@ class DualOutput(Pending):
         """
         self._check_finished()
         return np.asarray(self._total.float().numpy())
-
-
-def _left(own: Coefficients, state: State, parameter: str) -> torch.Tensor:
-    """What the initial parameter and its momentum buffer leave behind, float64."""
-    left = own.p * torch.from_numpy(state[parameter]).double()
-    momentum = state.get(f"momentum:{parameter}")
-    return left if momentum is None else left + own.r * torch.from_numpy(momentum).double()
