@@ -7,14 +7,13 @@ nor query have a sign to drop.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import torch
 
-from dualform.engine.fold import Reducer, fold
+from dualform.engine.fold import fold
 from dualform.engine.groups import runs
 from dualform.engine.layer import Layer
 from dualform.engine.planner import Plan, check_strategy, chosen, sums_costs
@@ -153,7 +152,6 @@ def total_weights(
     scanned: np.ndarray | None,
     device: torch.device,
     stop: Stop | None,
-    also: Sequence[Reducer] = (),
 ) -> np.ndarray:
     """Total attention weights.
 
@@ -164,7 +162,6 @@ def total_weights(
         scanned: bool [total], the other rows that take part; None for none.
         device: Where tiles are multiplied.
         stop: Asked between tiles.
-        also: What else takes the scan's tiles.
 
     Returns:
         float64 [n, groups].
@@ -176,5 +173,5 @@ def total_weights(
         weights = queries.double().numpy() @ layer.run_sums[summed].T
         total.add_runs(question.run_codes[summed], weights)
     if scanned is not None:
-        fold(layer, queries, scanned, [total, *also], device, stop)
+        fold(layer, queries, scanned, [total], device, stop)
     return total.result()

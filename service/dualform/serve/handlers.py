@@ -1,7 +1,8 @@
 """The service's methods: bytes in, an answer from the catalog, bytes out.
 
-All methods share one path. Requests are decoded, answered and encoded in the scan's thread, so the
-event loop stays free for health checks whatever is asked.
+Requests are answered and encoded in the scan's thread, so the event loop stays free for health
+checks whatever is asked. Decoded there too, but for those of up to 1 MiB that may be answered
+together: whether they are alike must be known before.
 """
 
 from __future__ import annotations
