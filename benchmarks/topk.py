@@ -91,8 +91,9 @@ def compare(
                 for name, search in contestants.items()
                 if n <= LARGEST_BATCH.get(name, n)
             }
+            exact = references(asked, keys, k)
             for name, search in chosen.items():
-                check(name, search(asked, k), asked, keys)
+                check(name, search(asked, k), asked, exact)
             few = rounds if n < 1024 else min(rounds, 2)
             times = interleaved(
                 {name: partial(search, asked, k) for name, search in chosen.items()}, few
@@ -126,18 +127,35 @@ def dualform(index: Index, layer: str, strategy: str) -> Search:
     return search
 
 
-def check(name: str, scores: np.ndarray, queries: np.ndarray, keys: torch.Tensor) -> None:
-    """Scores must be the float64 ones, up to the rounding that the contestant allows itself."""
-    longest = float(torch.linalg.vector_norm(keys, dim=1).max())
-    for i in range(0, len(queries), max(1, len(queries) // 8)):
-        exact = torch.zeros(len(keys), dtype=torch.float64)
-        query = torch.from_numpy(queries[i]).double()
-        for start in range(0, len(keys), 1 << 16):
-            exact[start : start + (1 << 16)] = keys[start : start + (1 << 16)].double() @ query
-        best = exact.topk(scores.shape[1]).values.numpy()
-        size = float(query.norm()) * longest
-        if not np.allclose(np.sort(scores[i])[::-1], best, rtol=0, atol=2e-6 * size):
+def check(name: str, scores: np.ndarray, queries: np.ndarray, exact: np.ndarray) -> None:
+    """Scores must be the float64 ones, up to the rounding that the contestant allows itself.
+
+    Args:
+        name: The contestant.
+        scores: float32 [n, k], the contestant's.
+        queries: float32 [n, d].
+        exact: What `references` gave for these queries, float64 [checked, at least k].
+    """
+    for i, best in zip(_checked(len(queries)), exact, strict=True):
+        own = np.sort(scores[i])[::-1]
+        if not np.allclose(own, best[: len(own)], rtol=0, atol=best[-1]):
             raise SystemExit(f"{name} is wrong for query {i}")
+
+
+def references(queries: np.ndarray, keys: torch.Tensor, k: int) -> np.ndarray:
+    """The k largest float64 scores of every checked query, descending, and in one last column how
+    far a float32 score may be from them: float64 [checked, k + 1]."""
+    own = torch.from_numpy(queries[_checked(len(queries))]).double()
+    parts = [own @ part.double().T for part in keys.split(1 << 14)]
+    best = torch.cat(parts, dim=1).topk(k, dim=1).values
+    longest = float(torch.linalg.vector_norm(keys, dim=1).max())
+    allowed = 2e-6 * longest * torch.linalg.vector_norm(own, dim=1, keepdim=True)
+    return torch.cat([best, allowed], dim=1).numpy()
+
+
+def _checked(queries: int) -> list[int]:
+    """About eight of the queries, spread over the batch."""
+    return list(range(0, queries, max(1, queries // 8)))
 
 
 def table(results: list[dict[str, Any]]) -> str:

@@ -16,16 +16,10 @@ from synthetic import make_index
 from dualform.engine import Index
 from dualform.engine import flat as engine_flat
 from dualform.engine import topk as engine_topk
+from dualform.engine.candidates import Candidates
 from dualform.engine.errors import InvalidArgumentError
-from dualform.engine.shards import Shard
-from dualform.engine.sketch import SketchedQueries
+from dualform.engine.sketch import Basis, SketchedQueries
 from dualform.index.sketch import leading_directions, sketch
-
-
-def shard_of(keys: np.ndarray) -> Shard:
-    norms = np.linalg.norm(keys.astype(np.float64), axis=1)
-    longest = float(norms.max()) * (1 + 1e-12)
-    return Shard(0, len(keys), None, None, None, longest, ())  # type: ignore[arg-type]
 
 
 @st.composite
@@ -52,8 +46,13 @@ def cases(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 @given(cases(), st.sampled_from(["largest", "smallest", "absolute"]))
 def test_the_bound_holds(case: tuple[np.ndarray, np.ndarray, np.ndarray], order: str) -> None:
     keys, queries, directions = case
-    sketched = SketchedQueries(torch.from_numpy(queries), torch.from_numpy(directions), order)
-    bounds = sketched.bounds(shard_of(keys), torch.from_numpy(sketch(keys, directions))).numpy()
+    basis = Basis(torch.from_numpy(directions))
+    sketched = SketchedQueries(torch.from_numpy(queries), basis, order)
+    sketches = torch.from_numpy(sketch(keys, directions))
+    longest = np.linalg.norm(keys.astype(np.float64), axis=1).max()
+    cut = len(keys) // 2
+    bounds = sketched.bounds([sketches[:cut], sketches[cut:]]) + sketched.allowance(longest)
+    bounds = bounds.T.numpy()
     scores = queries.astype(np.float64) @ keys.astype(np.float64).T
     merits = {"largest": scores, "smallest": -scores, "absolute": np.abs(scores)}[order]
     # Float64 itself is off by d roundings of the absolute terms.
@@ -101,11 +100,18 @@ def index(arrays: dict[str, np.ndarray], tmp_path_factory: pytest.TempPathFactor
 
 @pytest.mark.parametrize("order", ["largest", "smallest", "absolute"])
 @pytest.mark.parametrize("group_by", [None, "label", "step"])
+@pytest.mark.parametrize("span", [1, 1 << 22])
 def test_pruned_answers_are_the_flat_scans(
-    index: Index, arrays: dict[str, np.ndarray], order: str, group_by: str | None
+    index: Index,
+    arrays: dict[str, np.ndarray],
+    order: str,
+    group_by: str | None,
+    span: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(engine_topk, "_SPAN", span)
     layer = index.layers["fc"]
-    assert layer.directions is not None
+    assert layer.basis is not None
     for k in (1, 10, 200):
         for queries in (arrays["queries"], arrays["queries"][:1]):
             pruned = index.top_k("fc", queries, k, order=order, group_by=group_by)
@@ -156,16 +162,16 @@ def test_most_rows_are_never_read(index: Index, arrays: dict[str, np.ndarray]) -
 
 @contextmanager
 def counted_rows() -> Iterator[list[int]]:
-    """How many rows each scan of a shard reads."""
+    """How many rows each tile has that is multiplied with the queries."""
     scanned: list[int] = []
-    original = engine_topk.Scan._scan
+    original = Candidates.add_tile
 
-    def counting(self: engine_topk.Scan, shard: Shard, selected: np.ndarray, *rest: object) -> None:
-        scanned.append(int(np.count_nonzero(selected)))
-        original(self, shard, selected, *rest)  # type: ignore[arg-type]
+    def counting(self: Candidates, merits: torch.Tensor, *rest: object) -> None:
+        scanned.append(merits.shape[1])
+        original(self, merits, *rest)  # type: ignore[arg-type]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_topk.Scan, "_scan", counting)
+        patch.setattr(Candidates, "add_tile", counting)
         yield scanned
 
 
@@ -182,8 +188,9 @@ def test_isotropic_keys_fall_back(tmp_path: Path) -> None:
             return original(self, *given)  # type: ignore[arg-type]
 
         patch.setattr(engine_topk.Scan, "_scan_pruned", counting)
+        patch.setattr(engine_topk, "_SPAN", 4 * 1000)  # a shard by itself
         queries = rng.standard_normal((4, 256)).astype(np.float32)
         hits = index.top_k("fc", queries, 10)
-        assert len(asked) < 6
+        assert len(asked) == 1
     expected = np.argsort(-(queries.astype(np.float64) @ keys.T), axis=1, kind="stable")[:, :10]
     np.testing.assert_array_equal(hits.rows, expected)

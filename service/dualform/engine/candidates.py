@@ -16,7 +16,6 @@ from dualform.engine.contribution import Contribution
 from dualform.engine.distinct import Distinct, first_of_each
 from dualform.engine.exact import ExactDots, error_bound
 from dualform.engine.layer import Layer
-from dualform.engine.shards import Shard
 from dualform.store.grouping import Grouping
 
 _RESCORE_ROWS = 4096
@@ -86,22 +85,27 @@ class Candidates:
         self._compress()
         return self._limits.reshape(-1, self._groups)
 
-    def possible(self, bounds: torch.Tensor, shard: Shard, selected: np.ndarray) -> np.ndarray:
-        """Which of a shard's selected rows may matter to some query.
+    def possible(self, bounds: torch.Tensor, allowance: torch.Tensor, start: int) -> np.ndarray:
+        """Which rows may matter to some query.
 
         Args:
-            bounds: float32 [n, rows], upper bounds of merits.
-            shard: Whose rows.
-            selected: bool [rows].
+            bounds: float32 [rows, n]: merits are at most so large, but for
+            allowance: float64 [n].
+            start: Position of the first row.
 
         Returns:
             bool [rows].
         """
-        limits = self.limits()
+        limits = torch.from_numpy(self.limits()) - allowance[:, None]
+        thresholds = torch.nextafter(limits.float(), torch.tensor(-torch.inf)).T
         if self._codes is not None:
-            limits = limits[:, self._codes[shard.start : shard.start + shard.rows]]
-        threshold = torch.nextafter(torch.from_numpy(limits).float(), torch.tensor(-torch.inf))
-        return np.asarray((bounds >= threshold).any(dim=0).numpy() & selected)
+            codes = self._codes[start : start + len(bounds)]
+            thresholds = thresholds.contiguous()[torch.from_numpy(codes)]
+        if bounds.shape[1] == 1:
+            return np.asarray((bounds >= thresholds)[:, 0].numpy())
+        # The largest excess, as `any` is slow along the shorter axis.
+        excess = bounds - thresholds.clamp(-_FLOAT32_MAX, _FLOAT32_MAX)
+        return np.asarray((excess.amax(dim=1) >= 0).numpy())
 
     def add_matrix(self, merits: np.ndarray, positions: np.ndarray) -> None:
         """Take proposals by weight, float32 and int64 [n, m], of a single group."""
@@ -148,10 +152,11 @@ class Candidates:
             self._compress()
             self._compress_at = max(self._soon, 2 * self._pending)
 
-    def forget(self, queries: np.ndarray, shard: Shard) -> None:
-        """Drop what these queries were offered from a shard, before it is scanned instead."""
+    def forget(self, queries: np.ndarray, first: int, last: int) -> None:
+        """Drop what these queries were offered from positions first to last - 1, before these are
+        scanned instead."""
         part = self._joined()
-        inside = (part.positions >= shard.start) & (part.positions < shard.start + shard.rows)
+        inside = (part.positions >= first) & (part.positions < last)
         self._replace(part.where(~(inside & np.isin(part.cells // self._groups, queries))))
 
     def result(self) -> tuple[np.ndarray, np.ndarray]:

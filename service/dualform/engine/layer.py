@@ -11,7 +11,8 @@ import pyarrow as pa
 import torch
 
 from dualform.engine.rows import Rows
-from dualform.engine.shards import Shard, ShardFile
+from dualform.engine.shards import Shard, ShardFile, is_scattered
+from dualform.engine.sketch import Basis
 from dualform.store.files import FileEntry, read_checked
 from dualform.store.index import REBUILD, IndexLayer, RowSpace
 
@@ -25,7 +26,7 @@ class Layer:
         space: Its row space.
         shards: Its shards, in order of position.
         finite: bool [rows], by position: which keys are finite.
-        directions: float32 [m, d_in], the P of its sketches; None without any.
+        basis: What its sketches project on; None without any.
         run_sums: float64 [runs, d_in], sum of the keys of each of the space's runs, or None.
         nonnegative: No key has a negative number.
         nonfinite: Number of keys that are not finite.
@@ -35,7 +36,7 @@ class Layer:
     space: Rows
     shards: tuple[Shard, ...]
     finite: np.ndarray = field(repr=False)
-    directions: torch.Tensor | None = field(repr=False)
+    basis: Basis | None = field(repr=False)
     run_sums: np.ndarray | None = field(repr=False)
     nonnegative: bool
     nonfinite: int
@@ -93,13 +94,15 @@ class Layer:
 
     def keys_at(self, positions: np.ndarray) -> torch.Tensor:
         """Keys at these positions, int64 [m] and ascending: float32 [m, d_in], aligned."""
-        parts = []
+        keys = torch.empty((len(positions), self.d_in), dtype=torch.float32)
         bounds = np.searchsorted(positions, self.space.starts)
         for shard, first, last in zip(self.shards, bounds, bounds[1:], strict=False):
             if first < last:
                 inside = torch.from_numpy(positions[first:last] - shard.start)
-                parts.append(torch.index_select(shard.keys.rows(), 0, inside))
-        return torch.cat(parts)
+                source = shard.keys.rows()
+                shard.keys.expect(scattered=is_scattered(len(inside), shard.rows))
+                torch.index_select(source, 0, inside, out=keys[first:last])
+        return keys
 
     @property
     def columns(self) -> list[tuple[str, pa.DataType]]:
@@ -141,7 +144,7 @@ def open_layer(path: Path, layer: IndexLayer, space: RowSpace, rows: Rows) -> La
         rows,
         tuple(shards),
         finite,
-        directions,
+        None if directions is None else Basis(directions),
         _read_run_sums(path, layer),
         all(own.nonnegative for own in layer.shards),
         int(np.count_nonzero(~finite)),

@@ -23,7 +23,7 @@ _FLAT = (0.062e-9, 0.009e-9, 0.002e-9)
 # Rows that sketches leave lie apart: each costs more than in a scan.
 _SCATTERED = 1.6
 # Seconds per row for its sketch, and for each query.
-_SKETCH = (2.1e-8, 1.6e-9)
+_SKETCH = (1.3e-8, 1.2e-9)
 # Seconds per row to return: kept as a candidate and scored exactly; by FAISS's heaps, per shard.
 _CANDIDATE = 4e-6
 _FLAT_HIT = 6e-7

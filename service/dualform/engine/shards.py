@@ -169,16 +169,15 @@ class Shard:
         chosen = None if count == self.rows else np.flatnonzero(selected)
         keys = self.keys.rows()
         own_values = self.values.rows() if values and self.values is not None else None
-        scattered = count < self.rows // _SCATTERED
+        scattered = is_scattered(count, self.rows)
         self.keys.expect(scattered=scattered)
         if own_values is not None and self.values is not None:
             self.values.expect(scattered=scattered)
         widest = max(keys.shape[1], 0 if own_values is None else own_values.shape[1])
-        step = max(64, min(TILE_BYTES // (4 * widest), TILE_WEIGHTS // queries))
+        step = tile_rows(widest, queries)
         scratch = torch.empty((min(step, count), keys.shape[1]), dtype=torch.float32, device="cpu")
         for first in range(0, count, step):
-            if stop is not None and stop():
-                raise CancelledError("the caller gave up; the scan stopped between two tiles")
+            check_stop(stop)
             last = min(first + step, count)
             if chosen is None:
                 inside: np.ndarray | slice = slice(first, last)
@@ -199,6 +198,22 @@ class Shard:
         for first, last in self.nonfinite:
             mask[first:last] = False
         return mask
+
+
+def is_scattered(count: int, rows: int) -> bool:
+    """Whether so few rows of a shard are read that each is better read alone."""
+    return count < rows // _SCATTERED
+
+
+def tile_rows(width: int, queries: int) -> int:
+    """How many rows of so many floats a tile has that is multiplied with so many queries."""
+    return max(64, min(TILE_BYTES // (4 * width), TILE_WEIGHTS // queries))
+
+
+def check_stop(stop: Stop | None) -> None:
+    """Raise CancelledError once the caller has given up."""
+    if stop is not None and stop():
+        raise CancelledError("the caller gave up; the scan stopped between two tiles")
 
 
 def _as_slice(indices: np.ndarray) -> np.ndarray | slice:

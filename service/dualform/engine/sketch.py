@@ -9,12 +9,35 @@ holds for any P. docs/decisions/0005 derives the allowance for rounding.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
-from dualform.engine.shards import Shard
-
 _UNIT = 2.0**-24
+_NARROW = 3
+
+
+class Basis:
+    """The directions that a layer's sketches project on, and how far from orthonormal they are.
+
+    Args:
+        directions: P, float32 [m, d_in].
+
+    Attributes:
+        wide: P in float64.
+        of_rest: |P r| is at most so many times |x|, from rounding y = P x and from P's defect.
+        of_product: Relative rounding of a float32 product with a sketch.
+    """
+
+    def __init__(self, directions: torch.Tensor) -> None:
+        m, d = directions.shape
+        self.wide = directions.double()
+        gram = self.wide @ self.wide.T - torch.eye(m, dtype=torch.float64)
+        defect = float(torch.linalg.matrix_norm(gram, 2))
+        of_y = (d + 4) * _UNIT * 1.01 * float(torch.linalg.matrix_norm(self.wide))
+        self.of_rest = of_y + defect * (1 + defect + of_y)
+        self.of_product = (m + 6) * _UNIT * 1.01
 
 
 class SketchedQueries:
@@ -22,44 +45,48 @@ class SketchedQueries:
 
     Args:
         queries: float32 [n, d_in].
-        directions: P, float32 [m, d_in].
+        basis: The layer's.
         order: "largest", "smallest" or "absolute".
     """
 
-    def __init__(self, queries: torch.Tensor, directions: torch.Tensor, order: str) -> None:
-        wide, basis = queries.double(), directions.double()
-        m, d = directions.shape
-        z = (wide @ basis.T).float()
-        rest = torch.linalg.vector_norm(wide - z.double() @ basis, dim=1)
+    def __init__(self, queries: torch.Tensor, basis: Basis, order: str) -> None:
+        wide = queries.double()
+        z = (wide @ basis.wide.T).float()
+        rest = torch.linalg.vector_norm(wide - z.double() @ basis.wide, dim=1)
         rest = torch.nextafter((rest * (1 + 1e-9)).float(), torch.tensor(torch.inf))
         size = torch.linalg.vector_norm(z.double(), dim=1)
-        # |P r| <= rounding of y = P x, and how far P is from orthonormal.
-        gram = basis @ basis.T - torch.eye(m, dtype=torch.float64)
-        defect = float(torch.linalg.matrix_norm(gram, 2))
-        spectral = 1 + defect
-        of_y = (d + 4) * _UNIT * 1.01 * float(torch.linalg.matrix_norm(basis))
-        left = of_y + defect * (spectral + of_y)
-        product = (m + 6) * _UNIT * 1.01
-        self._allowance = (size * (left + product * 2) + rest.double() * product) * 2
+        product = basis.of_product
+        self._allowance = (size * (basis.of_rest + product * 2) + rest.double() * product) * 2
         signs = {"largest": (1,), "smallest": (-1,), "absolute": (1, -1)}[order]
-        self._rows = [torch.cat([sign * z, rest[:, None]], dim=1) for sign in signs]
+        rows = torch.cat([torch.cat([sign * z, rest[:, None]], dim=1) for sign in signs])
+        self._count, self._signs = len(queries), len(signs)
+        if len(rows) > _NARROW:
+            # A product with a few vectors is slower than one with sixteen.
+            rows = torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % 16))
+        self._rows = rows
 
-    def bounds(self, shard: Shard, sketches: torch.Tensor) -> torch.Tensor:
-        """Upper bounds of the merits of a shard's rows.
+    def bounds(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """What merits are at most, `allowance` aside.
 
         Args:
-            shard: Whose rows.
-            sketches: float32 [rows, m + 1].
+            parts: Sketches, float32 [rows, m + 1] each.
 
         Returns:
-            float32 [n, rows].
+            float32 [rows, n], of all parts.
         """
-        bounds = self._rows[0] @ sketches.T
-        for other in self._rows[1:]:
-            torch.maximum(bounds, other @ sketches.T, out=bounds)
-        longest = shard.max_norm * (1 + 1e-6) + 1e-17
-        allowance = (self._allowance * longest + longest * 1e-42 + 1e-30).float()[:, None]
-        return bounds.add_(torch.nextafter(allowance, torch.tensor(torch.inf)))
+        ends = np.cumsum([0, *map(len, parts)])
+        bounds = torch.empty((ends[-1], len(self._rows)), dtype=torch.float32)
+        for part, first, last in zip(parts, ends, ends[1:], strict=False):
+            torch.mm(part, self._rows.T, out=bounds[first:last])
+        count = self._count
+        if self._signs == 1:
+            return bounds[:, :count]
+        return torch.maximum(bounds[:, :count], bounds[:, count : 2 * count])
+
+    def allowance(self, longest: float) -> torch.Tensor:
+        """What rounding can add to the bounds of keys of this norm at most: float64 [n]."""
+        longest = longest * (1 + 1e-6) + 1e-17
+        return self._allowance * longest + longest * 1e-42 + 1e-30
 
 
 def best_rows(
@@ -68,7 +95,7 @@ def best_rows(
     """The selected rows with the k largest bounds of any query.
 
     Args:
-        bounds: float32 [n, rows].
+        bounds: float32 [rows, n].
         k: How many; with `distinct`, of how many different values.
         selected: bool [rows].
         distinct: int64 [rows], equal where rows stand for the same; or None.
@@ -79,7 +106,8 @@ def best_rows(
     found = np.zeros(len(selected), bool)
     inside = np.flatnonzero(selected)
     wanted = k
-    own = bounds if len(inside) == len(selected) else bounds[:, torch.from_numpy(inside)]
+    own = bounds if len(inside) == len(selected) else bounds[torch.from_numpy(inside)]
+    own = own.T.contiguous()
     while k < len(inside):
         rows = inside[own.topk(k, dim=1).indices.numpy()]
         if distinct is None or _fewest(distinct[rows]) >= wanted:

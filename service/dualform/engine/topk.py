@@ -15,11 +15,14 @@ from dualform.engine import flat
 from dualform.engine.candidates import Candidates, Ranking, merit
 from dualform.engine.layer import Layer
 from dualform.engine.planner import pruning_pays
-from dualform.engine.shards import Shard, Stop, Tile
+from dualform.engine.shards import Shard, Stop, Tile, check_stop, tile_rows
 from dualform.engine.sketch import SketchedQueries, best_rows
 from dualform.engine.weights import needs_float64, tile_weights
 
 _QUERY_BLOCK = 256
+_SPAN = 1 << 22
+"""Bounds of neighbouring shards, queries times rows, that are looked at together."""
+
 _FAISS_SLACK = 32
 # With more groups than this in a shard, finding each one's best rows by sketch costs too much.
 _SEEDED_GROUPS = 64
@@ -27,7 +30,7 @@ _SEEDED_GROUPS = 64
 
 def sketches_apply(layer: Layer, ranking: Ranking, device: torch.device) -> str | None:
     """Why sketches can't answer this question; None where they can."""
-    if layer.directions is None:
+    if layer.basis is None:
         return f"layer {layer.name!r} has no sketches"
     if ranking.contribution is not None:
         return "sketches bound attention weights, not contributions"
@@ -109,17 +112,9 @@ class Scan:
         ranking = self._ranking
         best = Candidates(self._layer, queries, ranking)
         proposed: list[tuple[Shard, np.ndarray]] = []
-        sketched = self._sketched(queries)
-        for shard in self._layer.shards:
+        for shard in self._unpruned(queries, selected, best):
             own = selected[shard.start : shard.start + shard.rows]
-            narrow = not needs_float64(best.query_norms, shard)
-            if sketched is not None and narrow:
-                if self._scan_pruned(shard, own, queries, sketched, best):
-                    continue
-                # What follows searches the whole shard, and offers everything again.
-                best.forget(np.arange(len(queries)), shard)
-                sketched = None
-            if self._use_faiss and narrow and own.all():
+            if self._use_faiss and own.all() and not needs_float64(best.query_norms, shard):
                 signed = -queries if ranking.order == "smallest" else queries
                 merits, inside = flat.search(shard, signed, ranking.k + _FAISS_SLACK, self._stop)
                 best.add_matrix(merits, inside + shard.start)
@@ -130,52 +125,82 @@ class Scan:
             # What FAISS left out is no better than its last proposal.
             unsure = np.flatnonzero(last + best.error >= best.limits()[:, 0])
             if shard.rows > ranking.k + _FAISS_SLACK and unsure.size:
-                best.forget(unsure, shard)
+                best.forget(unsure, shard.start, shard.start + shard.rows)
                 everything = np.ones(shard.rows, bool)
                 self._scan(shard, everything, queries, best, unsure)
         return best.result()
 
-    def _sketched(self, queries: torch.Tensor) -> SketchedQueries | None:
-        """The queries as sketches see them, where sketches can prune."""
-        directions = self._layer.directions
-        if directions is None or not self._use_sketches:
-            return None
-        return SketchedQueries(queries, directions, self._ranking.order)
+    def _unpruned(
+        self, queries: torch.Tensor, selected: np.ndarray, best: Candidates
+    ) -> list[Shard]:
+        """Propose rows by sketches, and say which shards are left to be searched."""
+        basis = self._layer.basis
+        if basis is None or not self._use_sketches:
+            return list(self._layer.shards)
+        sketched = SketchedQueries(queries, basis, self._ranking.order)
+        left: list[Shard] = []
+        spans: list[list[Shard]] = []
+        room = 0
+        for shard in self._layer.shards:
+            if needs_float64(best.query_norms, shard):
+                left.append(shard)
+                room = 0
+                continue
+            room -= shard.rows * len(queries)
+            if room < 0:
+                spans.append([])
+                room = _SPAN - shard.rows * len(queries)
+            spans[-1].append(shard)
+        for number, span in enumerate(spans):
+            if not self._scan_pruned(span, selected, queries, sketched, best):
+                # What follows searches these shards whole, and offers everything again.
+                last = span[-1].start + span[-1].rows
+                best.forget(np.arange(len(queries)), span[0].start, last)
+                return left + [shard for rest in spans[number:] for shard in rest]
+        return left
 
     def _scan_pruned(
         self,
-        shard: Shard,
+        span: list[Shard],
         selected: np.ndarray,
         queries: torch.Tensor,
         sketched: SketchedQueries,
         best: Candidates,
     ) -> bool:
-        """Propose the rows of a shard that their sketches can't rule out, where that pays."""
-        rows = int(np.count_nonzero(selected))
+        """Propose the rows of neighbouring shards that their sketches can't rule out, if it pays.
+
+        Returns:
+            Whether it did; otherwise they are still to be searched.
+        """
+        start, last = span[0].start, span[-1].start + span[-1].rows
+        own = selected[start:last]
+        rows = int(np.count_nonzero(own))
         if rows == 0:
             return True
-        assert shard.sketch is not None
-        bounds = sketched.bounds(shard, shard.sketch.rows())
-        done = self._promising(shard, selected, bounds, best)
-        self._scan(shard, done, queries, best)
-        kept = best.possible(bounds, shard, selected & ~done)
+        check_stop(self._stop)
+        files = [shard.sketch for shard in span if shard.sketch is not None]
+        bounds = sketched.bounds([file.rows() for file in files])
+        done = self._promising(start, own, bounds, best)
+        self._scan_rows(start + np.flatnonzero(done), queries, best)
+        allowance = sketched.allowance(max(shard.max_norm for shard in span))
+        kept = best.possible(bounds, allowance, start) & own & ~done
         width = 4 * self._layer.d_in
         left = int(np.count_nonzero(kept))
         self.asked += rows
         self.kept += left
-        faiss = self._use_faiss and rows == shard.rows
+        faiss = self._use_faiss and rows == len(own)
         if left and not pruning_pays(left * width, rows * width, len(queries), faiss):
             return False
-        self._scan(shard, kept, queries, best)
+        self._scan_rows(start + np.flatnonzero(kept), queries, best)
         return True
 
     def _promising(
-        self, shard: Shard, selected: np.ndarray, bounds: torch.Tensor, best: Candidates
+        self, start: int, selected: np.ndarray, bounds: torch.Tensor, best: Candidates
     ) -> np.ndarray:
         """The rows to score first, bool [rows]: without limits nothing can be ruled out."""
-        found = np.zeros(shard.rows, bool)
+        found = np.zeros(len(selected), bool)
         unlimited = np.flatnonzero(np.isinf(best.limits()).any(axis=0))
-        ranking, own = self._ranking, slice(shard.start, shard.start + shard.rows)
+        ranking, own = self._ranking, slice(start, start + len(selected))
         distinct = None if ranking.distinct is None else ranking.distinct.codes[own]
         if ranking.grouping is None:
             if unlimited.size:
@@ -187,6 +212,16 @@ class Scan:
             for group in present:
                 found |= best_rows(bounds, ranking.k, selected & (codes == group), distinct)
         return found
+
+    def _scan_rows(self, positions: np.ndarray, queries: torch.Tensor, best: Candidates) -> None:
+        """Propose rows here and there, int64 [n], ascending, for all queries."""
+        error = torch.from_numpy(best.error)[:, None]
+        step = tile_rows(self._layer.d_in, len(queries))
+        for first in range(0, len(positions), step):
+            check_stop(self._stop)
+            own = positions[first : first + step]
+            scores = tile_weights(queries, self._layer.keys_at(own), wide=False)
+            best.add_tile(merit(scores, self._ranking.order), error, own, None)
 
     def _scan(
         self,
