@@ -86,7 +86,8 @@ class SketchedQueries:
     def allowance(self, longest: float) -> torch.Tensor:
         """What rounding can add to the bounds of keys of this norm at most: float64 [n]."""
         longest = longest * (1 + 1e-6) + 1e-17
-        return self._allowance * longest + longest * 1e-42 + 1e-30
+        allowance: torch.Tensor = self._allowance * longest + longest * 1e-42 + 1e-30
+        return allowance
 
 
 def best_rows(
