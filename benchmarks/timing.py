@@ -20,12 +20,18 @@ class Times:
 
 
 def interleaved(contestants: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, Times]:
-    """Run each once per round, in turn; the first round warms up and does not count."""
+    """Run each once per round, in turn; the first round warms up and does not count.
+
+    Each round starts with another one: who runs behind a product in many threads, some of which
+    still spin, must not be the same each time.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    names = list(contestants)
     for number in range(rounds + 1):
-        for name, run in contestants.items():
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
             start = time.perf_counter()
-            run()
+            contestants[name]()
             if number:
                 seconds[name].append(1e3 * (time.perf_counter() - start))
     return {

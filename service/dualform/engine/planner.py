@@ -36,6 +36,9 @@ _CALL = 1e-4
 _DISK = 1 / 0.3e9
 _PAGE = 4096
 
+PRUNED_QUERIES = 64
+"""So many queries are pruned together: of more, too many rows matter to one or another."""
+
 _EXPECTED_KEPT = 0.02
 _FORGETS = 0.9
 
@@ -111,11 +114,12 @@ class Planner:
         size, hits = rows * 4 * layer.d_in, queries * ranking.k * ranking.groups
         cold = (1 - resident(layer)) * size * _DISK
         kept = self._expected(_key(layer, ranking, queries))
+        blocks = -(-queries // PRUNED_QUERIES)
         costs = {
             "scan": scan_seconds(size, queries) + cold + _CANDIDATE * hits,
             "flat": flat_seconds(size, queries) + cold + _FLAT_HIT * hits * len(layer.shards),
-            "certified": rows * (_SKETCH[0] + _SKETCH[1] * queries)
-            + _SCATTERED * scan_seconds(int(kept * size), queries)
+            "certified": rows * (_SKETCH[0] * blocks + _SKETCH[1] * queries)
+            + _SCATTERED * blocks * scan_seconds(int(kept * size), queries // blocks)
             + min(1.0, kept * max(1.0, _PAGE / (4 * layer.d_in))) * cold
             + _CANDIDATE * hits,
         }
@@ -216,7 +220,8 @@ def check_strategy(strategy: str, refused: Mapping[str, str | None]) -> None:
 def _key(layer: Layer, ranking: Ranking, queries: int) -> tuple[object, ...]:
     """Questions that sketches serve alike: by order, and powers of two of queries and hits."""
     hits = ranking.k * ranking.groups
-    return layer.name, ranking.order, queries.bit_length(), hits.bit_length()
+    together = min(queries, PRUNED_QUERIES)
+    return layer.name, ranking.order, together.bit_length(), hits.bit_length()
 
 
 def _seconds(pace: tuple[float, float, float], size: int, queries: int) -> float:

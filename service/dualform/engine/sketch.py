@@ -14,6 +14,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from dualform.engine.threads import over_shards
+
 _UNIT = 2.0**-24
 _NARROW = 3
 
@@ -76,8 +78,12 @@ class SketchedQueries:
         """
         ends = np.cumsum([0, *map(len, parts)])
         bounds = torch.empty((ends[-1], len(self._rows)), dtype=torch.float32)
-        for part, first, last in zip(parts, ends, ends[1:], strict=False):
-            torch.mm(part, self._rows.T, out=bounds[first:last])
+
+        def fill(number: int) -> None:
+            own = bounds[ends[number] : ends[number + 1]]
+            torch.mm(parts[number], self._rows.T, out=own)
+
+        over_shards(fill, range(len(parts)), self._count)
         count = self._count
         if self._signs == 1:
             return bounds[:, :count]

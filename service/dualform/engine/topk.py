@@ -14,9 +14,10 @@ import torch
 from dualform.engine import flat
 from dualform.engine.candidates import Candidates, Ranking, merit
 from dualform.engine.layer import Layer
-from dualform.engine.planner import pruning_pays
+from dualform.engine.planner import PRUNED_QUERIES, pruning_pays
 from dualform.engine.shards import Shard, Stop, Tile, check_stop, tile_rows
 from dualform.engine.sketch import SketchedQueries, best_rows
+from dualform.engine.threads import over_shards
 from dualform.engine.weights import needs_float64, tile_weights
 
 _QUERY_BLOCK = 256
@@ -99,10 +100,8 @@ class Scan:
             Positions, int64 [n * groups, k], -1 where fewer rows match, and scores, float32 of the
             same shape, NaN there.
         """
-        blocks = [
-            self._run_block(self._queries[first : first + _QUERY_BLOCK], selected)
-            for first in range(0, len(self._queries), _QUERY_BLOCK)
-        ]
+        size = PRUNED_QUERIES if self._use_sketches else _QUERY_BLOCK
+        blocks = [self._run_block(own, selected) for own in self._queries.split(size)]
         positions, scores = zip(*blocks, strict=True)
         return np.concatenate(positions), np.concatenate(scores)
 
@@ -111,17 +110,15 @@ class Scan:
     ) -> tuple[np.ndarray, np.ndarray]:
         ranking = self._ranking
         best = Candidates(self._layer, queries, ranking)
-        proposed: list[tuple[Shard, np.ndarray]] = []
+        searched = []
         for shard in self._unpruned(queries, selected, best):
             own = selected[shard.start : shard.start + shard.rows]
             if self._use_faiss and own.all() and not needs_float64(best.query_norms, shard):
-                signed = -queries if ranking.order == "smallest" else queries
-                merits, inside = flat.search(shard, signed, ranking.k + _FAISS_SLACK, self._stop)
-                best.add_matrix(merits, inside + shard.start)
-                proposed.append((shard, merits[:, -1]))
+                searched.append(shard)
             else:
                 self._scan(shard, own, queries, best)
-        for shard, last in proposed:
+        proposed = self._search(searched, queries, best)
+        for shard, last in zip(searched, proposed, strict=True):
             # What FAISS left out is no better than its last proposal.
             unsure = np.flatnonzero(last + best.error >= best.limits()[:, 0])
             if shard.rows > ranking.k + _FAISS_SLACK and unsure.size:
@@ -129,6 +126,23 @@ class Scan:
                 everything = np.ones(shard.rows, bool)
                 self._scan(shard, everything, queries, best, unsure)
         return best.result()
+
+    def _search(
+        self, shards: list[Shard], queries: torch.Tensor, best: Candidates
+    ) -> list[np.ndarray]:
+        """Propose what FAISS finds in these shards; each one's last merits, float32 [n]."""
+        signed = -queries if self._ranking.order == "smallest" else queries
+        k = self._ranking.k + _FAISS_SLACK
+
+        def search(shard: Shard) -> tuple[np.ndarray, np.ndarray]:
+            return flat.search(shard, signed, k, self._stop)
+
+        last = []
+        for shard, found in zip(shards, over_shards(search, shards, len(queries)), strict=True):
+            merits, inside = found
+            best.add_matrix(merits, inside + shard.start)
+            last.append(merits[:, -1])
+        return last
 
     def _unpruned(
         self, queries: torch.Tensor, selected: np.ndarray, best: Candidates
@@ -154,6 +168,7 @@ class Scan:
         for number, span in enumerate(spans):
             if not self._scan_pruned(span, selected, queries, sketched, best):
                 # What follows searches these shards whole, and offers everything again.
+                self._use_sketches = False
                 last = span[-1].start + span[-1].rows
                 best.forget(np.arange(len(queries)), span[0].start, last)
                 return left + [shard for rest in spans[number:] for shard in rest]
