@@ -90,7 +90,7 @@ class Candidates:
 
         Args:
             bounds: float32 [rows, n]: merits are at most so large, but for
-            allowance: float64 [n].
+            allowance: float64 [n]. The bounds are overwritten.
             start: Position of the first row.
 
         Returns:
@@ -104,7 +104,7 @@ class Candidates:
         if bounds.shape[1] == 1:
             return np.asarray((bounds >= thresholds)[:, 0].numpy())
         # The largest excess, as `any` is slow along the shorter axis.
-        excess = bounds - thresholds.clamp(-_FLOAT32_MAX, _FLOAT32_MAX)
+        excess = bounds.sub_(thresholds.clamp(-_FLOAT32_MAX, _FLOAT32_MAX))
         return np.asarray((excess.amax(dim=1) >= 0).numpy())
 
     def add_matrix(self, merits: np.ndarray, positions: np.ndarray) -> None:

@@ -36,8 +36,9 @@ _CALL = 1e-4
 _DISK = 1 / 0.3e9
 _PAGE = 4096
 
-PRUNED_QUERIES = 64
-"""So many queries are pruned together: of more, too many rows matter to one or another."""
+PRUNED_QUERIES = 32
+"""So many queries are pruned together: of more, too many rows matter to one or another, and their
+bounds take memory."""
 
 _EXPECTED_KEPT = 0.02
 _FORGETS = 0.9

@@ -87,7 +87,8 @@ class SketchedQueries:
         count = self._count
         if self._signs == 1:
             return bounds[:, :count]
-        return torch.maximum(bounds[:, :count], bounds[:, count : 2 * count])
+        own = bounds[:, :count]
+        return torch.maximum(own, bounds[:, count : 2 * count], out=own)
 
     def allowance(self, longest: float) -> torch.Tensor:
         """What rounding can add to the bounds of keys of this norm at most: float64 [n]."""
