@@ -51,10 +51,11 @@ def test_build_then_inspect(recording: Path, tmp_path: Path) -> None:
     (layer,) = data["layers"]
     assert (layer["name"], layer["rows"], layer["values"]) == ("fc", 70, True)
     assert (layer["d_in"], layer["d_out"]) == (D_IN, D_OUT)
+    assert layer["distinct_keys"] is None
     assert layer["columns"]["label"] == "int64"
     assert data["bytes"] == sum(f.stat().st_size for f in index.rglob("*") if f.is_file())
     table = dualform("index", "inspect", index)
-    assert re.search(r"\nfc +linear +12 +5 +false +true +70 +0 +exact\n", table.out)
+    assert re.search(r"\nfc +linear +12 +5 +false +true +70 +- +0 +exact\n", table.out)
     assert re.search(r"\nlabel +int64\n", table.out)
 
 

@@ -134,9 +134,11 @@ build_index(sys.argv[1], sys.argv[2], shard_rows=100, progress=progress)
 """
 
 
+@pytest.mark.parametrize("distinct", [ROWS, 30])
 def test_kill_9_leaves_no_index_and_the_next_build_is_the_same(
-    tmp_path: Path, arrays: dict[str, np.ndarray]
+    tmp_path: Path, arrays: dict[str, np.ndarray], distinct: int
 ) -> None:
+    arrays = {**arrays, "keys": arrays["keys"][np.arange(ROWS) % distinct]}
     reference = build(tmp_path, arrays, 100)
     target = tmp_path / "killed"
     arguments = [sys.executable, "-c", SLOW_BUILD, str(tmp_path / "recording"), str(target)]
@@ -153,6 +155,7 @@ def test_kill_9_leaves_no_index_and_the_next_build_is_the_same(
         assert not target.exists()
     build_index(tmp_path / "recording", target, shard_rows=100)
     files = {file.relative_to(reference) for file in reference.rglob("*") if file.is_file()}
+    assert (Path("layers/fc/equal.npy") in files) == (distinct < ROWS)
     assert files == {file.relative_to(target) for file in target.rglob("*") if file.is_file()}
     for file in files:
         assert (reference / file).read_bytes() == (target / file).read_bytes()

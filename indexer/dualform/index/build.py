@@ -28,6 +28,7 @@ import pyarrow.parquet as pq
 from safetensors.numpy import save as save_safetensors
 
 from dualform.index.beside import Beside
+from dualform.index.equal_keys import MOST_KEYS, EqualKeysWriter, digests
 from dualform.index.key_facts import KeyFacts
 from dualform.index.row_spaces import Space, row_spaces
 from dualform.index.row_sum import RowSum
@@ -146,6 +147,7 @@ class _Build:
         self._spaces = row_spaces(source)
         self._directions: dict[str, np.ndarray | None] = {}
         self._row_sums: dict[str, RowSum] = {}
+        self._equal_keys: dict[str, EqualKeysWriter] = {}
         self._done = 0
         self.nbytes = sum(
             space.rows * 4 * self._width(source.manifest.layers[name])
@@ -163,6 +165,7 @@ class _Build:
         layers = self._source.manifest.layers
         self._directions = {name: self._find_directions(layer) for name, layer in layers.items()}
         self._row_sums = self._start_row_sums()
+        self._equal_keys = self._start_equal_keys()
         pending: dict[str, list[_PendingShard]] = {name: [] for name in layers}
         with (
             ShardWriter(self._directory, self._largest_file()) as writer,
@@ -242,6 +245,8 @@ class _Build:
         sketches = None
         if directions is not None:
             sketches = np.empty((stop - start, len(directions) + 1), np.float32)
+        equal = self._equal_keys[layer.name]
+        hashes = np.empty(stop - start, "S16") if equal.pays else None
         stem = f"{layer_directory(layer.name)}/{len(space.shards) - 1:06}"
 
         def pieces(*, values: bool) -> Iterator[tuple[PassRecord, np.ndarray, np.ndarray]]:
@@ -257,12 +262,16 @@ class _Build:
             facts.add(where, rows)
             if sketches is not None and directions is not None:
                 sketches[where] = sketch(rows, directions)
+            if hashes is not None:
+                hashes[where] = digests(rows)
 
         def fill_keys(file: ShardFile) -> None:
             with Beside() as beside:
                 for _, where, rows in pieces(values=False):
                     beside.submit(study, where, rows)
                     file.put(where, rows)
+                if hashes is not None:
+                    beside.submit(equal.add, hashes)
 
         def fill_values(file: ShardFile) -> None:
             row_sum = self._row_sums.get(layer.name)
@@ -326,6 +335,16 @@ class _Build:
             if not self._source.marks.get(name)
         }
 
+    def _start_equal_keys(self) -> dict[str, EqualKeysWriter]:
+        most = MOST_KEYS // max(1, len(self._source.manifest.layers))
+        return {
+            name: EqualKeysWriter(
+                self._directory, f"{layer_directory(name)}/equal.npy", space.rows, most
+            )
+            for space in self._spaces
+            for name in space.layers
+        }
+
     def _write_row_sum(self, spec: LayerSpec) -> FileEntry | None:
         own = self._row_sums.get(spec.name)
         total = None if own is None else own.result()
@@ -377,6 +396,7 @@ class _Build:
                     states=tuple(states[name]),
                     shards=shards[name],
                     rebuilt=self._write_row_sum(spec),
+                    equal_keys=self._equal_keys[name].result(),
                 )
         manifest = IndexManifest(
             steps=source.steps,

@@ -64,6 +64,20 @@ class LayerShard:
 
 
 @dataclass(frozen=True)
+class EqualKeys:
+    """Which rows of a layer have the same key, byte for byte.
+
+    Attributes:
+        distinct: Number of distinct keys.
+        first: .npy file, int32 [rows] (int64 of 2^31 rows or more): for each position the first one
+            with the same key.
+    """
+
+    distinct: int
+    first: FileEntry
+
+
+@dataclass(frozen=True)
 class IndexLayer:
     """A layer: where its weights, keys and values are, and how far it is exact.
 
@@ -73,6 +87,7 @@ class IndexLayer:
         rebuilt: Safetensors file, float64 by parameter: what all rows add up to with the trained
             layer's coefficients, sum c_t e_t (x) x_t and, for the bias, sum c'_t e_t. None where
             the layer has a mark or no values, or where that is not finite.
+        equal_keys: None where keys come again too seldom, or where nobody looked.
     """
 
     name: str
@@ -90,6 +105,7 @@ class IndexLayer:
     states: tuple[tuple[int, FileEntry], ...]
     shards: tuple[LayerShard, ...]
     rebuilt: FileEntry | None = None
+    equal_keys: EqualKeys | None = None
 
 
 @dataclass(frozen=True)
@@ -191,8 +207,46 @@ def faiss_header(d: int, n: int) -> bytes:
 
 def npy_header(rows: int, d: int) -> bytes:
     """The 128 bytes that make rows*d float32 after them a .npy file [rows, d]."""
+    return _npy_header("<f4", (rows, d))
+
+
+def first_dtype(rows: int) -> np.dtype[Any]:
+    """Of a layer's positions in `EqualKeys.first`."""
+    return np.dtype("<i4" if rows < 2**31 else "<i8")
+
+
+def first_header(rows: int) -> bytes:
+    """The 128 bytes that make the positions after them a .npy file [rows]."""
+    return _npy_header(first_dtype(rows).str, (rows,))
+
+
+def read_first(directory: Path, own: EqualKeys, rows: int) -> np.ndarray:
+    """A layer's `EqualKeys.first`, int32 or int64 [rows].
+
+    Raises:
+        DamagedError: Not what was written, or no such file.
+    """
+    data = read_checked(directory, own.first, REBUILD)
+    header, dtype = first_header(rows), first_dtype(rows)
+    wrong = None
+    first = np.zeros(0, dtype)
+    if data[: len(header)] != header or len(data) != len(header) + rows * dtype.itemsize:
+        wrong = "its header is not the manifest's"
+    else:
+        first = np.frombuffer(data, dtype, offset=len(header))
+        places = np.arange(rows, dtype=dtype)
+        if ((first < 0) | (first > places)).any() or (first[first] != first).any():
+            wrong = "a row is not the first with its key"
+        elif np.count_nonzero(first == places) != own.distinct:
+            wrong = "its distinct keys are not as many as the manifest's"
+    if wrong is not None:
+        raise DamagedError(directory / own.first.name, wrong, REBUILD)
+    return first
+
+
+def _npy_header(descr: str, shape: tuple[int, ...]) -> bytes:
     buffer = io.BytesIO()
-    header = {"descr": "<f4", "fortran_order": False, "shape": (rows, d)}
+    header = {"descr": descr, "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(buffer, header)
     data = buffer.getvalue()
     if len(data) != NPY_HEADER_BYTES:
@@ -269,7 +323,14 @@ def _layer(data: dict[str, Any]) -> IndexLayer:
             for s in data["shards"]
         ),
         rebuilt=_entry(data.get("rebuilt")),
+        equal_keys=_equal_keys(data.get("equal_keys")),
     )
+
+
+def _equal_keys(data: dict[str, Any] | None) -> EqualKeys | None:
+    if data is None:
+        return None
+    return EqualKeys(int(data["distinct"]), FileEntry.from_json(data["first"]))
 
 
 def _entry(data: dict[str, Any] | None) -> FileEntry | None:

@@ -79,11 +79,17 @@ def _build(options: argparse.Namespace) -> int:
 def _inspect(options: argparse.Namespace) -> int:
     _set_threads()
     from dualform.client import Client
+    from dualform.store import IndexManifest
 
     with Client.local(options.index, device="cpu") as client:
         info = client.index()
     if info.health != "serving":
         raise CommandError(f"{options.index}: {info.health_reason}")
+    published = IndexManifest.load(options.index).layers
+    distinct = {
+        name: None if layer.equal_keys is None else layer.equal_keys.distinct
+        for name, layer in published.items()
+    }
     size = _size(options.index)
     layers = info.layers.values()
     if options.json:
@@ -100,6 +106,7 @@ def _inspect(options: argparse.Namespace) -> int:
                         "d_out": layer.d_out,
                         "bias": layer.bias,
                         "rows": layer.rows,
+                        "distinct_keys": distinct[layer.name],
                         "row_space": layer.row_space,
                         "values": layer.values,
                         "columns": dict(layer.columns),
@@ -116,7 +123,18 @@ def _inspect(options: argparse.Namespace) -> int:
     print(f"{options.index}: {info.steps:,} steps of {info.optimizer}, {bytes_text(size)}")
     print()
     print_table(
-        ["layer", "kind", "d_in", "d_out", "bias", "values", "rows", "row space", "exactness"],
+        [
+            "layer",
+            "kind",
+            "d_in",
+            "d_out",
+            "bias",
+            "values",
+            "rows",
+            "distinct keys",
+            "row space",
+            "exactness",
+        ],
         [
             [
                 layer.name,
@@ -126,6 +144,7 @@ def _inspect(options: argparse.Namespace) -> int:
                 layer.bias,
                 layer.values,
                 layer.rows,
+                distinct[layer.name],
                 layer.row_space,
                 layer.exactness,
             ]
