@@ -129,7 +129,9 @@ def test_sums_say_where_they_come_from(low_rank: Path) -> None:
                 index.sums("fc", question(), "label", strategy="key_sums", **ask)
             assert caught.value.field == "strategy"
         assert index.sums("fc", question(), "label", absolute=True).plan.strategy == "scan"
-        with pytest.raises(InvalidArgumentError, match="one of auto, key_sums, scan"):
+        with pytest.raises(
+            InvalidArgumentError, match="one of auto, key_sums, distinct_keys, scan"
+        ):
             index.sums("fc", question(), "label", strategy="flat")  # type: ignore[arg-type]
 
 

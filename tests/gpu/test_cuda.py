@@ -76,6 +76,23 @@ def test_sums_and_outputs_are_the_cpus(path: Path, arrays: dict[str, np.ndarray]
             np.testing.assert_allclose(x.values, y.values, rtol=1e-5, atol=1e-3)
 
 
+def test_sums_over_distinct_keys_are_the_cpus(
+    tmp_path: Path, arrays: dict[str, np.ndarray]
+) -> None:
+    keys, label = arrays["keys"][np.arange(30_000) % 5000].copy(), arrays["label"]
+    keys[7::5000, 3] = np.nan
+    path = make_index(tmp_path, keys, None, shard_rows=7000, label=label.tolist())
+    with Index.open(path, device="cpu") as cpu, Index.open(path, device="cuda") as cuda:
+        for group_by in ("label", "step"):
+            a, b = (
+                index.sums(
+                    "fc", arrays["queries"], group_by, absolute=True, strategy="distinct_keys"
+                )
+                for index in (cpu, cuda)
+            )
+            np.testing.assert_allclose(a.values, b.values, rtol=1e-5, atol=1e-3)
+
+
 def test_a_recording_from_the_gpu_rebuilds_the_weights(tmp_path: Path) -> None:
     data, model = digits.load(), digits.network().cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)

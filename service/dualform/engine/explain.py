@@ -78,20 +78,23 @@ def explain(
         stop: Asked between tiles.
     """
     plans: dict[str, Plan] = {}
-    scan_all, summed, scanned = False, np.zeros(0, bool), None
+    scan_all, way = False, None
     if asked.output is not None:
         plans["output"] = dual_output.plan(layer, asked.output, rows)
         scan_all = plans["output"].strategy == "scan"
     if asked.sums is not None:
-        plans["sums"], summed, scanned = sums.plan(layer, asked.sums, "auto")
-        if scanned is not None and np.count_nonzero(scanned) > (1 - _MOSTLY) * rows:
-            scan_all = True
+        way = sums.plan(layer, asked.sums, "auto")
+        plans["sums"] = way.plan
+        if way.rest is not None and way.standing is None:
+            scan_all |= bool(np.count_nonzero(way.rest) > (1 - _MOSTLY) * rows)
     riders: list[Reducer] = []
     ranked = total = None
     if scan_all and asked.ranking is not None:
         ranked = RankedRows(layer, asked.queries, asked.ranking, device)
         riders.append(ranked)
-    if scan_all and asked.sums is not None and scanned is not None:
+    if scan_all and asked.sums is not None and way is not None and way.rest is not None:
+        if way.standing is not None:
+            plans["sums"] = _SHARED
         total = sums.GroupSum(len(asked.queries), asked.sums.grouping, asked.sums.absolute, device)
         riders.append(total)
     parts = totals = None
@@ -101,12 +104,13 @@ def explain(
         fold(layer, asked.queries, asked.selected, riders, device, stop)
     if total is not None:
         totals = total.result()
-    elif asked.sums is not None:
-        totals = sums.total_weights(layer, asked.sums, summed, scanned, device, stop)
+    elif asked.sums is not None and way is not None:
+        totals = sums.total_weights(layer, asked.sums, way, device, stop)
     hits = None if ranked is None else ranked.result()
     if hits is not None:
-        plans["top_k"] = Plan("scan", "another answer needs the scan anyway", {})
+        plans["top_k"] = _SHARED
     return Found(hits, totals, parts, plans)
 
 
 _NO_PLAN = Plan("none", "not asked", {})
+_SHARED = Plan("scan", "another answer needs the scan anyway", {})

@@ -222,8 +222,9 @@ class Index:
                 edges[i] <= value < edges[i + 1], the last one its upper edge too. Other rows take
                 no part; groups are called by their lower edges.
             strategy: "key_sums" takes the stored sums of the keys of whole runs of rows with the
-                same task and label, "scan" multiplies every row; refused where it does not apply.
-                "auto" takes key sums where there are any, and scans the other rows.
+                same task and label, "distinct_keys" multiplies one row for each distinct key,
+                "scan" every row; refused where it does not apply. "auto" takes key sums where
+                there are any, and for the other rows the cheaper of the other two, by estimate.
             stop: Asked between tiles.
         """
         own = self.layer(layer)
@@ -238,10 +239,10 @@ class Index:
             runs = own.space.codes_of_runs(grouping)
             counts = np.bincount(grouping.codes[mask], minlength=len(bins) - 1).astype(np.int64)
         question = sums.Question(query, grouping, runs, absolute, mask)
-        plan, summed, scanned = sums.plan(own, question, strategy)
+        way = sums.plan(own, question, strategy)
         with self._guarded():
-            totals = sums.total_weights(own, question, summed, scanned, self._device, stop)
-        return Sums(grouping.values, totals, counts, _coverage(own, mask), plan)
+            totals = sums.total_weights(own, question, way, self._device, stop)
+        return Sums(grouping.values, totals, counts, _coverage(own, mask), way.plan)
 
     def dual_output(
         self,
@@ -428,6 +429,7 @@ class Index:
             entries += [shard.sidecar for shard in space.shards]
         for layer in self._manifest.layers.values():
             entries += [layer.directions, layer.initial, layer.final, layer.rebuilt]
+            entries.append(None if layer.equal_keys is None else layer.equal_keys.first)
             entries += [entry for _, entry in layer.states]
             for shard in layer.shards:
                 entries += [shard.keys, shard.values, shard.sketch, shard.sums]

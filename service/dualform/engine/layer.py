@@ -14,7 +14,7 @@ from dualform.engine.rows import Rows
 from dualform.engine.shards import Shard, ShardFile, is_scattered
 from dualform.engine.sketch import Basis
 from dualform.store.files import FileEntry, read_checked
-from dualform.store.index import REBUILD, IndexLayer, RowSpace
+from dualform.store.index import REBUILD, IndexLayer, RowSpace, read_first
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,8 @@ class Layer:
         run_sums: float64 [runs, d_in], sum of the keys of each of the space's runs, or None.
         nonnegative: No key has a negative number.
         nonfinite: Number of keys that are not finite.
+        first_equal: int32 or int64 [rows], for each position the first one with the same key; None
+            where the index does not say.
     """
 
     manifest: IndexLayer
@@ -40,6 +42,7 @@ class Layer:
     run_sums: np.ndarray | None = field(repr=False)
     nonnegative: bool
     nonfinite: int
+    first_equal: np.ndarray | None = field(repr=False)
 
     @property
     def name(self) -> str:
@@ -148,6 +151,7 @@ def open_layer(path: Path, layer: IndexLayer, space: RowSpace, rows: Rows) -> La
         _read_run_sums(path, layer),
         all(own.nonnegative for own in layer.shards),
         int(np.count_nonzero(~finite)),
+        None if layer.equal_keys is None else read_first(path, layer.equal_keys, space.rows),
     )
 
 

@@ -27,6 +27,8 @@ _SKETCH = (1.3e-8, 1.2e-9)
 # Seconds per row to return: kept as a candidate and scored exactly; by FAISS's heaps, per shard.
 _CANDIDATE = 4e-6
 _FLAT_HIT = 6e-7
+# Seconds per row to be counted with the rows of the same key.
+_COUNTED = 2e-8
 # Outputs add float64 products of the values too.
 _OUTPUT = 2.0
 # Seconds per byte of a key sum or of a product with a weight.
@@ -163,14 +165,22 @@ class Planner:
             return self._kept.get(key, _EXPECTED_KEPT)
 
 
-def sums_costs(layer: Layer, queries: int, runs: int, rows: int) -> dict[str, float]:
-    """Estimated seconds for sums: from so many runs' key sums, or by a scan of so many rows."""
-    width = layer.d_in
-    cold = (1 - resident(layer)) * rows * 4 * width * _DISK
-    return {
-        "key_sums": _CALL + _PRODUCT * runs * 8 * width * queries,
-        "scan": _CALL + scan_seconds(rows * 4 * width, queries) + cold,
-    }
+def key_sums_seconds(layer: Layer, queries: int, runs: int) -> float:
+    """For sums from so many runs' key sums."""
+    return _CALL + _PRODUCT * runs * 8 * layer.d_in * queries
+
+
+def sums_seconds(layer: Layer, queries: int, rows: int) -> float:
+    """For sums by a scan of so many rows."""
+    size = rows * 4 * layer.d_in
+    return _CALL + scan_seconds(size, queries) + (1 - resident(layer)) * size * _DISK
+
+
+def distinct_keys_seconds(layer: Layer, queries: int, rows: int, keys: int) -> float:
+    """For sums over so many rows, which have so many distinct keys."""
+    key = 4 * layer.d_in
+    cold = (1 - resident(layer)) * keys * max(key, _PAGE) * _DISK
+    return _CALL + _COUNTED * rows + _SCATTERED * scan_seconds(keys * key, queries) + cold
 
 
 def output_costs(layer: Layer, queries: int, rows: int) -> dict[str, float]:

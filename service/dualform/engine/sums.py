@@ -2,25 +2,34 @@
 
 A signed sum is linear in the key: where all rows of a run take part and belong to one group, one
 product with the run's stored key sum stands for them. Likewise an absolute sum where neither keys
-nor query have a sign to drop.
+nor query have a sign to drop. Of the other rows, those with equal keys need one product together
+where the index knows which these are.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 import torch
 
+from dualform.engine.distinct_keys import DistinctSum, Pairs, first_rows
 from dualform.engine.fold import fold
 from dualform.engine.groups import runs
 from dualform.engine.layer import Layer
-from dualform.engine.planner import Plan, check_strategy, chosen, sums_costs
+from dualform.engine.planner import (
+    Plan,
+    check_strategy,
+    chosen,
+    distinct_keys_seconds,
+    key_sums_seconds,
+    sums_seconds,
+)
 from dualform.engine.shards import Stop, Tile
 from dualform.store.grouping import Grouping
 
-Strategy = Literal["auto", "key_sums", "scan"]
+Strategy = Literal["auto", "key_sums", "distinct_keys", "scan"]
 
 
 class GroupSum:
@@ -107,71 +116,119 @@ def left_to_scan(layer: Layer, question: Question, summed: np.ndarray) -> np.nda
     return np.asarray(question.selected & ~np.repeat(summed, lengths))
 
 
-def plan(
-    layer: Layer, question: Question, strategy: str
-) -> tuple[Plan, np.ndarray, np.ndarray | None]:
-    """How to compute sums.
+@dataclass(frozen=True)
+class Way:
+    """How sums are computed.
 
-    Returns:
-        The plan, and what `total_weights` takes as `summed` and `scanned`.
+    Attributes:
+        plan: The strategy, and why.
+        summed: bool [runs], whose key sums are taken.
+        rest: bool [total], the other rows that take part; None for none.
+        standing: bool [total], the rows that are multiplied in their place, one for each distinct
+            key; None where each is multiplied itself.
+    """
+
+    plan: Plan
+    summed: np.ndarray
+    rest: np.ndarray | None
+    standing: np.ndarray | None
+
+
+def plan(layer: Layer, question: Question, strategy: str) -> Way:
+    """How to compute sums.
 
     Raises:
         InvalidArgumentError: The strategy is unknown, or does not apply.
     """
     whole = whole_runs(layer, question)
-    rows = 0
-    if not whole.all():
-        scanned = left_to_scan(layer, question, whole)
-        rows = int(np.count_nonzero(scanned))
-    refused = None
-    if rows:
-        refused = f"{rows:,} rows are in no run whose key sum can stand for them"
-        if layer.run_sums is None:
-            refused = f"layer {layer.name!r} has no key sums"
-        elif question.absolute and not whole.any():
-            refused = "absolute weights are no product with a key sum"
-    check_strategy(strategy, {"key_sums": refused, "scan": None})
-    all_rows = int(np.count_nonzero(question.selected))
-    costs = sums_costs(layer, len(question.queries), int(np.count_nonzero(whole)), all_rows)
-    if strategy == "scan" or (refused is not None and not whole.any()):
-        del costs["key_sums"]
-        return chosen(strategy, costs, str(refused)), np.zeros_like(whole), question.selected
-    if refused is None:
+    rest = None if whole.all() else left_to_scan(layer, question, whole)
+    rows = 0 if rest is None else int(np.count_nonzero(rest))
+    refused = {
+        "key_sums": _no_key_sums(layer, question, whole, rows),
+        "distinct_keys": None,
+        "scan": None,
+    }
+    if layer.first_equal is None:
+        refused["distinct_keys"] = (
+            f"the index does not know which keys of layer {layer.name!r} are equal: either few "
+            "come again, or it was built before this was looked for"
+        )
+    check_strategy(strategy, refused)
+    queries, all_rows = len(question.queries), int(np.count_nonzero(question.selected))
+    if refused["key_sums"] is None and strategy in ("auto", "key_sums"):
+        costs = {
+            "key_sums": key_sums_seconds(layer, queries, int(np.count_nonzero(whole))),
+            "scan": sums_seconds(layer, queries, all_rows),
+        }
         reason = "every row is in a run whose key sum stands for it"
-        return Plan("key_sums", reason, costs), whole, None
-    part = sums_costs(layer, len(question.queries), int(np.count_nonzero(whole)), rows)
-    costs = {"scan": part["scan"] + part["key_sums"]}
-    reason = f"key sums stand for {all_rows - rows:,} rows, the other {rows:,} are multiplied"
-    return Plan("scan", reason, costs), whole, scanned
+        return Way(Plan("key_sums", reason, costs), whole, None, None)
+    if strategy != "auto":
+        whole, rest, rows = np.zeros_like(whole), question.selected, all_rows
+    assert rest is not None
+    beside = 0.0
+    if whole.any():
+        beside = key_sums_seconds(layer, queries, int(np.count_nonzero(whole)))
+    costs = {"scan": beside + sums_seconds(layer, queries, rows)}
+    standing, keys = None, 0
+    if layer.first_equal is not None and strategy != "scan":
+        standing = first_rows(layer.first_equal, rest)
+        keys = int(np.count_nonzero(standing))
+        costs["distinct_keys"] = beside + distinct_keys_seconds(layer, queries, rows, keys)
+    own = chosen(strategy, costs, str(refused["key_sums"]))
+    if own.strategy == "scan":
+        standing = None
+    if whole.any():
+        left = f"the other {rows:,} are multiplied"
+        if standing is not None:
+            left = f"{keys:,} distinct keys for the other {rows:,}"
+        reason = f"key sums stand for {all_rows - rows:,} rows, {left}"
+        own = replace(own, reason=reason)
+    elif own.strategy == "distinct_keys" and strategy == "auto":
+        own = replace(own, reason=f"{keys:,} distinct keys stand for {rows:,} rows")
+    return Way(own, whole, rest, standing)
+
+
+def _no_key_sums(layer: Layer, question: Question, whole: np.ndarray, rows: int) -> str | None:
+    """Why key sums of whole runs, bool [runs], can't answer alone where so many rows are left."""
+    if rows == 0:
+        return None
+    if layer.run_sums is None:
+        return f"layer {layer.name!r} has no key sums"
+    if question.absolute and not whole.any():
+        return "absolute weights are no product with a key sum"
+    return f"{rows:,} rows are in no run whose key sum can stand for them"
 
 
 def total_weights(
-    layer: Layer,
-    question: Question,
-    summed: np.ndarray,
-    scanned: np.ndarray | None,
-    device: torch.device,
-    stop: Stop | None,
+    layer: Layer, question: Question, way: Way, device: torch.device, stop: Stop | None
 ) -> np.ndarray:
     """Total attention weights.
 
     Args:
         layer: Whose rows.
         question: What is asked.
-        summed: bool [runs], which runs' key sums are taken.
-        scanned: bool [total], the other rows that take part; None for none.
+        way: How, by `plan`.
         device: Where tiles are multiplied.
         stop: Asked between tiles.
 
     Returns:
         float64 [n, groups].
     """
-    queries = question.queries
-    total = GroupSum(len(queries), question.grouping, question.absolute, device)
-    if summed.any():
+    queries, grouping = question.queries, question.grouping
+    total = GroupSum(len(queries), grouping, question.absolute, device)
+    if way.summed.any():
         assert layer.run_sums is not None
-        weights = queries.double().numpy() @ layer.run_sums[summed].T
-        total.add_runs(question.run_codes[summed], weights)
-    if scanned is not None:
-        fold(layer, queries, scanned, [total], device, stop)
-    return total.result()
+        weights = queries.double().numpy() @ layer.run_sums[way.summed].T
+        total.add_runs(question.run_codes[way.summed], weights)
+    if way.rest is None:
+        return total.result()
+    if way.standing is None:
+        fold(layer, queries, way.rest, [total], device, stop)
+        return total.result()
+    assert layer.first_equal is not None
+    pairs = Pairs.count(layer.first_equal, way.rest, grouping)
+    distinct = DistinctSum(len(queries), grouping, pairs, question.absolute, device)
+    fold(layer, queries, way.standing, [distinct], device, stop)
+    totals = total.result()
+    totals += distinct.result()
+    return totals

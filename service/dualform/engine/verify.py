@@ -2,7 +2,8 @@
 
 Per layer, in float64: W_T' = p W_0 + r m_0 + sum_t c_t E_t from the ledger's coefficients and the
 rows' outer products, compared with the stored W_T; the stored sum of the rows compared with theirs;
-and every state stored on the way against the rows since the one before it. All files are hashed.
+and every state stored on the way against the rows since the one before it. Keys that are said to be
+equal are compared byte for byte. All files are hashed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dualform.engine.index import Index
 from dualform.engine.intervals import IntervalCheck
 from dualform.engine.layer import Layer
 from dualform.engine.output import LayerCoefficients, left_behind, rebuild, row_coefficients
-from dualform.engine.shards import Tile
+from dualform.engine.shards import TILE_BYTES, Tile
 from dualform.store.errors import DamagedError
 from dualform.store.files import FileEntry, check_digest
 from dualform.store.index import REBUILD, IndexLayer, IndexManifest
@@ -206,6 +207,9 @@ def _verify_layer(index: Index, layer: Layer, advance: Callable[[int], None]) ->
             f"steps {check.bad.first} to {check.bad.last} do not add up: {check.bad.what} is off "
             f"by {check.bad.error:.2g}"
         )
+    unequal = _first_unequal(layer)
+    if unequal is not None:
+        faults.append(f"row {unequal} has not the key of the row that stands for it")
     return LayerReport(
         layer=own.name,
         ok=not faults,
@@ -258,6 +262,22 @@ def _rebuild(
         return weight_error, None, off
     rebuilt = left_behind(initial, own.bias, coefficients.bias) + sums[own.bias]
     return weight_error, _relative(rebuilt, final[own.bias], initial[own.bias]), off
+
+
+def _first_unequal(layer: Layer) -> int | None:
+    """The id of a row whose key is not, byte for byte, that of the first with the same key."""
+    if layer.first_equal is None:
+        return None
+    step = max(1, TILE_BYTES // (4 * layer.d_in))
+    places = np.flatnonzero(layer.first_equal != np.arange(layer.rows))
+    for start in range(0, len(places), step):
+        own = places[start : start + step]
+        first, which = np.unique(layer.first_equal[own], return_inverse=True)
+        keys, others = (layer.keys_at(p).view(torch.int32) for p in (own, first.astype(np.int64)))
+        equal = (keys == others[torch.from_numpy(which)]).all(1)
+        if not equal.all():
+            return int(layer.space.ids[own[int(equal.int().argmin())]])
+    return None
 
 
 def _lengths(layer: Layer, coefficients: LayerCoefficients, tile: Tile) -> tuple[float, float]:

@@ -44,7 +44,7 @@ def add_to(commands: Any) -> None:
     sums.add_argument(
         "--bins", type=_edges, metavar="A,B,…", help="sum over ranges of a numeric column"
     )
-    _plan_options(sums, ["key_sums", "scan"])
+    _plan_options(sums, ["key_sums", "distinct_keys", "scan"])
     profile = _question(kinds, "profile", _profile, "total attention weight over training steps")
     profile.add_argument("--bins", type=int, default=50, help="equal parts (default 50)")
     profile.add_argument("--absolute", action="store_true", help="sum absolute values")

@@ -188,7 +188,7 @@ class Client:
             bins: Ascending edges for a numeric column, as in `numpy.histogram`: group i holds
                 bins[i] <= value < bins[i + 1], the last one its upper edge too. Other rows take no
                 part; groups are called by their lower edges.
-            strategy: "auto", "key_sums" or "scan"; as for `top_k`.
+            strategy: "auto", "key_sums", "distinct_keys" or "scan"; as for `top_k`.
             explain_plan: As for `top_k`.
             index: Its name; None where one is served.
             timeout: Seconds.
