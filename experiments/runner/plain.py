@@ -7,6 +7,7 @@ Run as a process of its own: python -m runner.plain STUDY VARIANT DATA SCRATCH F
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -23,17 +24,23 @@ def main(
     study = config.load(Path(study_file))
     variant, seed = study.variants[variant_name], study.seeds[0]
     sets = {task: images.load(Path(data), Path(scratch), task)[0] for task in study.tasks}
+    for done, model in training(study, variant, seed, sets):
+        if str(done) in steps:
+            save_file(model.state_dict(), str(Path(folder) / f"checkpoint-{done}.safetensors"))
+    if "dualform" in sys.modules:
+        raise SystemExit("dualform was imported: this run is no independent one")
+
+
+def training(
+    study: config.Study, variant: config.Variant, seed: int, sets: Mapping[str, images.Images]
+) -> Iterator[tuple[int, nn.Module]]:
+    """Train on the images of each task; yields how many steps are done, from 0 on, and the model,
+    which goes on changing."""
     torch.manual_seed(seed)
     model = images.network(study.hidden)
     optimizer = torch.optim.SGD(model.parameters(), lr=variant.lr, momentum=variant.momentum)
-    wanted = {int(step) for step in steps}
-
-    def save(done: int) -> None:
-        if done in wanted:
-            save_file(model.state_dict(), str(Path(folder) / f"checkpoint-{done}.safetensors"))
-
-    save(0)
     done = 0
+    yield done, model
     for seen, plan in images.phases(study, sets, seed):
         for batch in plan:
             loss = nn.functional.cross_entropy(model(seen.inputs[batch]), seen.labels[batch])
@@ -42,9 +49,7 @@ def main(
             nn.utils.clip_grad_norm_(model.parameters(), variant.clip)
             optimizer.step()
             done += 1
-            save(done)
-    if "dualform" in sys.modules:
-        raise SystemExit("dualform was imported: this run is no independent one")
+            yield done, model
 
 
 if __name__ == "__main__":

@@ -137,12 +137,26 @@ def test_a_small_study_holds_its_bounds(data_dir: Path, tmp_path: Path) -> None:
     page = (tmp_path / "report.md").read_text()
     assert page.count("Every bound of the study holds.") == 2
     check_votes(data_dir, tmp_path, report)
+    check_accuracy(data_dir, report)
     # What is done is not done again, unless the study has changed.
     before = (tmp_path / "code" / "run.json").stat().st_mtime_ns
     again = run(EXPERIMENTS / "mnist_tiny.yaml", data_dir, tmp_path, "--variant", "code")
     assert again.returncode == 0, again.stderr
     assert "[code] is done already" in again.stderr
     assert (tmp_path / "code" / "run.json").stat().st_mtime_ns == before
+
+
+def check_accuracy(data: Path, report: dict[str, Any]) -> None:
+    """Training that nothing records, longer than the study's, comes by the same network."""
+    command = [sys.executable, EXPERIMENTS / "accuracy.py", EXPERIMENTS / "mnist_tiny.yaml"]
+    command += ["--data", data, "--steps", "200", "250"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    lines = dict(line.split(": ") for line in done.stdout.splitlines())
+    assert len(lines) == 4
+    for each in report["variants"]:
+        share = each["record"]["test_accuracy"]["mnist"]
+        assert lines[f"{each['variant']}, 200 steps"] == f"{100 * share:.2f}% on mnist"
+        assert lines[f"{each['variant']}, 250 steps"] != lines[f"{each['variant']}, 200 steps"]
 
 
 def check_votes(data: Path, out: Path, report: dict[str, Any]) -> None:
