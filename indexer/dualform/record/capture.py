@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,8 @@ from dualform.record.errors import CaptureError
 from dualform.record.layers import LayerKind
 from dualform.record.watch import GradientWatch
 from dualform.store.recording_format import LayerSpec
+
+_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
 class Pass:
@@ -69,6 +71,10 @@ class Pass:
         self.value_probe: np.ndarray | None = None
 
 
+_Value = tuple[Pass, Buffer, np.ndarray]
+"""A pass, what a backward brought it, and its probe."""
+
+
 class Tape:
     """What the layers of one recorder share: memory, annotation, order, and pending values."""
 
@@ -76,22 +82,21 @@ class Tape:
         self.pool = pool
         self.annotations = annotations
         self.numbers = itertools.count()
-        self._pending: dict[int, dict[int, list[Callable[[], None]]]] = {}
+        self._pending: dict[int, dict[LayerCapture, list[_Value]]] = {}
 
-    def defer(self, layer: LayerCapture, commit: Callable[[], None]) -> None:
-        """Call `commit` once the running backward has accumulated into the layer's weight."""
+    def defer(self, layer: LayerCapture, value: _Value) -> None:
+        """Keep a value until the running backward has accumulated into the layer's weight."""
         task = _graph_task()
         layers = self._pending.get(task)
         if layers is None:
             layers = self._pending[task] = {}
             # A backward that never reaches the weight must not hold memory until the step.
             Variable._execution_engine.queue_callback(lambda: self._forget(task))
-        layers.setdefault(id(layer), []).append(commit)
+        layers.setdefault(layer, []).append(value)
 
-    def commit(self, layer: LayerCapture) -> None:
-        """The running backward has accumulated into the layer's weight."""
-        for commit in self._pending.get(_graph_task(), {}).pop(id(layer), ()):
-            commit()
+    def accumulated(self, layer: LayerCapture) -> Sequence[_Value]:
+        """The layer's values, now that the running backward has accumulated into its weight."""
+        return self._pending.get(_graph_task(), {}).pop(layer, ())
 
     def discard(self) -> None:
         """Forget backwards that were broken off."""
@@ -199,13 +204,13 @@ class LayerCapture:
         self._attach_to(trained)
         if output.dtype is not weight.dtype:
             self.autocast = True
-        key = self._tape.pool.take(rows, self.spec.d_in)
+        tape = self._tape
+        key = tape.pool.take(rows, self.spec.d_in)
         key.copy(given)
         with np.errstate(all="ignore"):
             probe = row_dots(key.array, self._v)
-        tape = self._tape
-        annotation, leading = tape.annotations.current, tuple(given.shape[:-1])
-        item = Pass(next(tape.numbers), annotation, leading, key, probe)
+        leading = tuple(given.shape)[:-1]
+        item = Pass(next(tape.numbers), tape.annotations.current, leading, key, probe)
         if node is None:
             # The product lies inside a compiled graph that ends at the layer's output. Should
             # something change the output in place, the check of the gradient will tell.
@@ -238,16 +243,18 @@ class LayerCapture:
         value.copy_negated(gradient)
         with np.errstate(all="ignore"):
             probe = row_dots(value.array, self._u)
-        self._tape.defer(self, lambda: self._commit(item, value, probe))
+        self._tape.defer(self, (item, value, probe))
 
-    def _commit(self, item: Pass, value: Buffer, probe: np.ndarray) -> None:
-        if item.value is None or item.value_probe is None:
-            item.value, item.value_probe = value, probe
-        else:
-            item.value.add(value)
-            item.value_probe = item.value_probe + probe
-        self._passes[item.number] = item
-        self.ever = True
+    def _commit(self) -> None:
+        """The running backward has accumulated into the weight: its values count."""
+        for item, value, probe in self._tape.accumulated(self):
+            if item.value is None or item.value_probe is None:
+                item.value, item.value_probe = value, probe
+            else:
+                item.value.add(value)
+                item.value_probe = item.value_probe + probe
+            self._passes[item.number] = item
+            self.ever = True
 
     def _attach_to(self, weight: bool) -> None:
         """Hook the weight, or while it is frozen the bias: a frozen parameter takes no hook."""
@@ -263,13 +270,14 @@ class LayerCapture:
     def _bias_accumulated(self, parameter: torch.Tensor) -> None:
         """The bias's post-accumulate hook, which counts while the weight is frozen."""
         if not self.weight.requires_grad:
-            self._tape.commit(self)
+            self._commit()
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
         """The weight's post-accumulate hook."""
-        assert parameter.grad is not None
-        self._watch.accumulated(parameter.grad)
-        self._tape.commit(self)
+        grad = parameter.grad
+        assert grad is not None
+        self._watch.accumulated(grad)
+        self._commit()
 
 
 class _ForwardHook:
@@ -279,19 +287,23 @@ class _ForwardHook:
     """
 
     def __init__(self, layer: LayerCapture | None = None) -> None:
-        self._run: Callable[..., None] | None = None
+        self._layer: Callable[[], LayerCapture | None] | None = None
         if layer is not None:
             self._layer = weakref.ref(layer)
-            self._run = torch.compiler.disable(self._forward)
+            self._uncompiled = torch.compiler.disable(self._forward)
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        if self._run is not None:
-            self._run(args, kwargs, output)
+        if self._layer is None:
+            return
+        if torch.compiler.is_compiling():
+            self._uncompiled(args, kwargs, output)
+        else:  # the same without the compiler's wrapper, which costs as much as the copy's digest
+            self._forward(args, kwargs, output)
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        layer = self._layer()
+        layer = None if self._layer is None else self._layer()
         if layer is not None:
             layer.forward(args, kwargs, output)
 
@@ -302,7 +314,3 @@ class _ForwardHook:
 def _is_functional(tensor: torch.Tensor) -> bool:
     """Whether a torch.func transform is running; its gradients are results, never `.grad`."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
-
-
-def _graph_task() -> int:
-    return int(torch._C._current_graph_task_id())

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -34,8 +34,7 @@ _LARGE = 65_536
 _CHUNK = 4096
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """One parameter at one step.
 
     Attributes:
@@ -77,7 +76,7 @@ class Sides:
             e, x = item.value_probe, item.key_probe
             assert e is not None
             self.weight -= dot(e, x)
-            self.bias -= float(e.sum())
+            self.bias -= float(np.add.reduce(e))
             squares += dot(e, e)
             keys += dot(x, x)
             rows += len(e)
@@ -124,7 +123,7 @@ class GradientCheck:
             sides: What the rows say.
         """
         part = self._next_part()
-        probe = dot(row_dots(_host(grad[part]), self.v), self._u64[part])
+        probe = dot(row_dots(_host(grad, part), self.v), self._u64[part])
         total, size = self._of_part(part, sides)
         if abs(probe - total) <= SCREEN * size and watch.untouched(grad):
             return Verdict(True, probe=sides.weight)
@@ -189,9 +188,9 @@ class GradientCheck:
         return total, math.sqrt(squares) * sides.key_size
 
 
-def _host(tensor: torch.Tensor) -> np.ndarray:
+def _host(tensor: torch.Tensor, rows: slice = slice(None)) -> np.ndarray:
     tensor = tensor.detach()
-    host: np.ndarray = (tensor if tensor.is_cpu else tensor.cpu()).numpy()
+    host: np.ndarray = tensor.numpy()[rows] if tensor.is_cpu else tensor[rows].cpu().numpy()
     return host
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import torch
 
@@ -129,7 +127,7 @@ class RecordedLayer:
         self.kept = passes if keep else []
         if kernel != 1:
             verdicts = [
-                (replace(own, scale=own.scale * kernel, probe=own.probe * kernel), size * kernel)
+                (own._replace(scale=own.scale * kernel, probe=own.probe * kernel), size * kernel)
                 for own, size in verdicts
             ]
         self._rows = [

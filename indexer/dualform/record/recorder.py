@@ -99,7 +99,7 @@ class Recorder:
         self._values = values
         self._planned_steps = steps
         self._step = self._first_step = 0
-        self._bytes_since_state = 0
+        self._bytes_since_state = self._bytes_per_state = 0
         self._open_step: StepBatch | None = None
         self._marks: list[tuple[str, InexactMark]] = []
         self._examples = ExampleIntake()
@@ -244,9 +244,11 @@ class Recorder:
         """The step's batch, with the state after it where that is due: the layers' that are exact
         and have values, as nothing else starts from a stored state."""
         self._bytes_since_state += batch.nbytes
+        if self._bytes_since_state <= self._bytes_per_state:
+            return batch
         layers = [layer for layer in self._layers if layer.exact] if self._values else []
-        size = sum(layer.state_bytes() for layer in layers)
-        if not layers or self._bytes_since_state <= STATE_RATIO * size:
+        self._bytes_per_state = STATE_RATIO * sum(layer.state_bytes() for layer in layers)
+        if not layers or self._bytes_since_state <= self._bytes_per_state:
             return batch
         self._bytes_since_state = 0
         return replace(batch, state=self._state(layers))
@@ -277,6 +279,7 @@ class Recorder:
                 mark.from_step,
                 mark.reason,
             )
+            self._bytes_per_state = 0  # the layer's state is no longer kept: look anew
             self._marks.append((layer.spec.name, mark))
 
     def _state(self, layers: Sequence[_Layer] | None = None) -> dict[str, np.ndarray]:

@@ -60,7 +60,7 @@ def _search(top: Node | None, wanted: Callable[[Node], bool]) -> Node | None:
     waiting = deque([(top, 0)])
     while waiting:
         node, depth = waiting.popleft()
-        if node is None or node.name() in _WEIGHT_VIEWS:
+        if node is None or type(node).__name__ in _WEIGHT_VIEWS:
             continue
         below = [edge[0] for edge in node.next_functions if edge[0] is not None]
         # The weight is the last argument of every product that linear layers use.
@@ -75,7 +75,7 @@ def _leads_to(node: Node, parameter: torch.Tensor, direct: bool = False) -> bool
     """Whether the node hands on to the parameter, through a view or, if allowed, directly."""
     passed = direct
     current: Node | None = node
-    while current is not None and current.name() in _WEIGHT_VIEWS:
+    while current is not None and type(current).__name__ in _WEIGHT_VIEWS:
         passed = True
         current = current.next_functions[0][0]
     return passed and getattr(current, "variable", None) is parameter
