@@ -64,7 +64,7 @@ class Buffer:
     Attributes:
         array: float32 [rows, width], contiguous. Not to be used after the buffer is gone.
         memory: The same bytes, padded with zeros to whole pages.
-        xxh3: Digest of the array: taken when it was filled, while the processor has it at hand.
+        xxh3: Digest of the array, once `seal` took it.
     """
 
     __slots__ = ("_block", "_pool", "array", "memory", "xxh3")
@@ -86,7 +86,6 @@ class Buffer:
             np.copyto(self.array, host)
         else:
             torch.from_numpy(self.array).view(source.shape).copy_(source.detach())
-        self.xxh3 = digest(self.array)
 
     def copy_negated(self, source: torch.Tensor) -> None:
         """The same with the sign changed."""
@@ -95,11 +94,9 @@ class Buffer:
             np.negative(host, out=self.array)
         else:
             torch.from_numpy(self.array).view(source.shape).copy_(source.detach()).neg_()
-        self.xxh3 = digest(self.array)
 
-    def add(self, other: Buffer) -> None:
-        """Add another buffer of the same shape."""
-        self.array += other.array
+    def seal(self) -> None:
+        """Take the digest: the array no longer changes."""
         self.xxh3 = digest(self.array)
 
     def _host(self, source: torch.Tensor) -> np.ndarray | None:

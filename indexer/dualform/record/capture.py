@@ -12,13 +12,12 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.autograd import Variable
 
 from dualform.record.annotations import Annotations, Column
-from dualform.record.buffers import Buffer, Pool, row_dots
+from dualform.record.buffers import Buffer, Pool
 from dualform.record.errors import CaptureError
 from dualform.record.layers import LayerKind
 from dualform.record.watch import GradientWatch
@@ -37,21 +36,9 @@ class Pass:
         rows: How many rows.
         key: float32 [rows, d_in]; None once the step has taken it.
         value: float32 [rows, d_out], raw (-dL/dy); None until it is committed.
-        key_probe: key @ v, float64 [rows].
-        value_probe: value @ u, float64 [rows].
     """
 
-    __slots__ = (
-        "__weakref__",
-        "annotation",
-        "key",
-        "key_probe",
-        "leading",
-        "number",
-        "rows",
-        "value",
-        "value_probe",
-    )
+    __slots__ = ("__weakref__", "annotation", "key", "leading", "number", "rows", "value")
 
     def __init__(
         self,
@@ -59,20 +46,17 @@ class Pass:
         annotation: Mapping[str, Column],
         leading: tuple[int, ...],
         key: Buffer,
-        key_probe: np.ndarray,
     ) -> None:
         self.number = number
         self.annotation = annotation
         self.leading = leading
-        self.rows = len(key_probe)
+        self.rows = len(key.array)
         self.key: Buffer | None = key
-        self.key_probe = key_probe
         self.value: Buffer | None = None
-        self.value_probe: np.ndarray | None = None
 
 
-_Value = tuple[Pass, Buffer, np.ndarray]
-"""A pass, what a backward brought it, and its probe."""
+_Value = tuple[Pass, Buffer]
+"""A pass, and what a backward brought it."""
 
 
 class Tape:
@@ -124,7 +108,6 @@ class LayerCapture:
         module: nn.Module,
         tape: Tape,
         watch: GradientWatch,
-        probes: tuple[np.ndarray, np.ndarray],
     ) -> None:
         self.spec = spec
         self.module = module
@@ -135,7 +118,6 @@ class LayerCapture:
         self._kind = kind
         self._tape = tape
         self._watch = watch
-        self._u, self._v = probes
         self._attached = self._attached_to_bias = False
         self._handles: list[Any] = []
         self.begin_step()
@@ -164,7 +146,7 @@ class LayerCapture:
     def drop(self) -> None:
         """The gradient was zeroed: the rows committed so far do not reach the step."""
         for item in self._passes.values():
-            item.value = item.value_probe = None
+            item.value = None
         self._passes.clear()
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
@@ -207,10 +189,8 @@ class LayerCapture:
         tape = self._tape
         key = tape.pool.take(rows, self.spec.d_in)
         key.copy(given)
-        with np.errstate(all="ignore"):
-            probe = row_dots(key.array, self._v)
         leading = tuple(given.shape)[:-1]
-        item = Pass(next(tape.numbers), tape.annotations.current, leading, key, probe)
+        item = Pass(next(tape.numbers), tape.annotations.current, leading, key)
         if node is None:
             # The product lies inside a compiled graph that ends at the layer's output. Should
             # something change the output in place, the check of the gradient will tell.
@@ -241,18 +221,15 @@ class LayerCapture:
             self.carried = True
         value = self._tape.pool.take(item.rows, self.spec.d_out)
         value.copy_negated(gradient)
-        with np.errstate(all="ignore"):
-            probe = row_dots(value.array, self._u)
-        self._tape.defer(self, (item, value, probe))
+        self._tape.defer(self, (item, value))
 
     def _commit(self) -> None:
         """The running backward has accumulated into the weight: its values count."""
-        for item, value, probe in self._tape.accumulated(self):
-            if item.value is None or item.value_probe is None:
-                item.value, item.value_probe = value, probe
+        for item, value in self._tape.accumulated(self):
+            if item.value is None:
+                item.value = value
             else:
-                item.value.add(value)
-                item.value_probe = item.value_probe + probe
+                item.value.array += value.array
             self._passes[item.number] = item
             self.ever = True
 
@@ -287,19 +264,15 @@ class _ForwardHook:
     """
 
     def __init__(self, layer: LayerCapture | None = None) -> None:
-        self._layer: Callable[[], LayerCapture | None] | None = None
-        if layer is not None:
-            self._layer = weakref.ref(layer)
-            self._uncompiled = torch.compiler.disable(self._forward)
+        self._layer = None if layer is None else weakref.ref(layer)
+        self._apart = torch.compiler.disable(self._forward)
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        if self._layer is None:
-            return
         if torch.compiler.is_compiling():
-            self._uncompiled(args, kwargs, output)
-        else:  # the same without the compiler's wrapper, which costs as much as the copy's digest
+            self._apart(args, kwargs, output)
+        else:  # the same without the compiler's wrapper, which is dear when caches are cold
             self._forward(args, kwargs, output)
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:

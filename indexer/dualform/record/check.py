@@ -57,9 +57,12 @@ class Sides:
     """The rows' side of the test, for a layer's weight and bias.
 
     Args:
-        passes: Those committed for the step, with their probes.
+        passes: Those committed for the step.
+        u: float32 [d_out].
+        v: float32 [d_in].
 
     Attributes:
+        key_probes: Of each pass, x.v of its rows, float64.
         weight: -sum (u.e)(x.v).
         bias: -sum u.e.
         key_size: An estimate of |X|, Frobenius norm.
@@ -67,14 +70,17 @@ class Sides:
         bias_size: An estimate of |E| sqrt(rows).
     """
 
-    def __init__(self, passes: Sequence[Pass]) -> None:
+    def __init__(self, passes: Sequence[Pass], u: np.ndarray, v: np.ndarray) -> None:
         self.passes = passes
+        self.key_probes: list[np.ndarray] = []
         self.weight = self.bias = 0.0
         squares = keys = 0.0
         rows = 0
         for item in passes:
-            e, x = item.value_probe, item.key_probe
-            assert e is not None
+            assert item.key is not None
+            assert item.value is not None
+            e, x = row_dots(item.value.array, u), row_dots(item.key.array, v)
+            self.key_probes.append(x)
             self.weight -= dot(e, x)
             self.bias -= float(np.add.reduce(e))
             squares += dot(e, e)
@@ -107,6 +113,10 @@ class GradientCheck:
         bounds = [d_out * part // parts for part in range(parts + 1)]
         self._parts = [slice(*pair) for pair in itertools.pairwise(bounds)]
         self._order: list[int] = []
+
+    def sides(self, passes: Sequence[Pass]) -> Sides:
+        """What the rows say."""
+        return Sides(passes, self.u, self.v)
 
     def probe(self, tensor: torch.Tensor) -> tuple[float, float]:
         """u'Tv for a matrix, u.t for a vector; and the tensor's norm, for a matrix an estimate."""
@@ -180,10 +190,10 @@ class GradientCheck:
         if len(self._parts) == 1:
             return sides.weight, sides.weight_size
         total = squares = 0.0
-        for item in sides.passes:
+        for item, x in zip(sides.passes, sides.key_probes, strict=True):
             assert item.value is not None
             e = row_dots(item.value.array[:, part], self.u[part])
-            total -= dot(e, item.key_probe)
+            total -= dot(e, x)
             squares += dot(e, e)
         return total, math.sqrt(squares) * sides.key_size
 

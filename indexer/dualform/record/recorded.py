@@ -60,7 +60,6 @@ class RecordedLayer:
             selected.module,
             tape,
             self._watch,
-            (self._check.u, self._check.v),
         )
         self.kept: list[Pass] = []
         self._optimizer = optimizer
@@ -108,7 +107,7 @@ class RecordedLayer:
         """
         passes = self.capture.committed()
         mark = self._first_mark() if step == 0 else None
-        sides = Sides(passes)
+        sides = self._check.sides(passes)
         kernel = self._optimizer.kernel_scale()
         weight = self._weight_verdict(sides) if kernel else Verdict(False)
         if weight.took_part and not weight.zeroed and not self.capture.ever:
@@ -164,7 +163,7 @@ class RecordedLayer:
     def advance(self) -> None:
         """The step has run: follow it, and let go of its rows."""
         for item in self.kept:
-            item.key = item.value = item.value_probe = None
+            item.key = item.value = None
         self.capture.begin_step()
         self.kept = []
         if self._follow_weights:

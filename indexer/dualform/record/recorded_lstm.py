@@ -20,7 +20,6 @@ from dualform.record.errors import CaptureError
 from dualform.record.optimizer import OptimizerView
 from dualform.record.recorded import Pair, RecordedLayer
 from dualform.record.selection import SelectedLayer
-from dualform.store.files import digest
 from dualform.store.ledger import InexactMark, LedgerRow
 
 _Join = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -163,8 +162,7 @@ class RecordedLSTM:
         for t, item in enumerate(steps):
             assert item.key is not None
             by_time[:, t, :hidden] = item.key.array
-        key.xxh3 = digest(key.array)
-        joined = Pass(call.number, call.annotation, call.leading, key, call.key_probe)
+        joined = Pass(call.number, call.annotation, call.leading, key)
         joined.value = call.value
         return joined
 

@@ -268,7 +268,10 @@ class Recorder:
 
     def _captured(self, layer: str, item: Pass, blocks: _Blocks) -> CapturedPass:
         assert item.key is not None
+        item.key.seal()
         values = item.value if self._values else None
+        if values is not None:
+            values.seal()
         return CapturedPass(layer, item.rows, blocks.number(layer, item), item.key, values)
 
     def _mark(self, layer: _Layer, mark: InexactMark | None) -> None:
