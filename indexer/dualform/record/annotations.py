@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,8 +16,7 @@ from dualform.store.row_metadata import Block
 _KINDS = {"i": "int64", "u": "int64", "f": "float64", "b": "bool", "U": "string"}
 
 
-@dataclass(frozen=True)
-class Column:
+class Column(NamedTuple):
     """One annotated column: flat values (int64, float64, bool, or str objects), and their shape."""
 
     values: np.ndarray
@@ -47,16 +45,8 @@ class Annotations:
         converted: dict[str, Column] = {}
         types: dict[str, str] = {}
         for name, value in columns.items():
-            if name in ROW_COLUMNS or name == "row":
-                raise AnnotationError(
-                    f"annotate({name}=...): {', '.join(ROW_COLUMNS)} and row are filled by "
-                    "themselves; choose another name"
-                )
-            if not name or not is_text(name):
-                raise AnnotationError(
-                    f"annotate: {name!r} is no name for a column; it must be Unicode text, and not "
-                    "empty"
-                )
+            if name not in self._types:
+                _check_name(name)
             kind, converted[name] = _convert(name, value)
             types[name] = kind
             before = self._types.get(name, kind)
@@ -86,6 +76,18 @@ def block_of(step: int, leading: tuple[int, ...], columns: Mapping[str, Column])
     return Block(step, leading, {name: column.values for name, column in columns.items()})
 
 
+def _check_name(name: str) -> None:
+    if name in ROW_COLUMNS or name == "row":
+        raise AnnotationError(
+            f"annotate({name}=...): {', '.join(ROW_COLUMNS)} and row are filled by "
+            "themselves; choose another name"
+        )
+    if not name or not is_text(name):
+        raise AnnotationError(
+            f"annotate: {name!r} is no name for a column; it must be Unicode text, and not empty"
+        )
+
+
 def is_text(text: str) -> bool:
     """Whether UTF-8 can say it; lone surrogates, as in names of odd files, it can't."""
     try:
@@ -110,6 +112,8 @@ def _misfit(name: str, given: tuple[int, ...], leading: tuple[int, ...]) -> str:
 
 
 def _convert(name: str, value: Any) -> tuple[str, Column]:
+    if isinstance(value, str) and is_text(value):
+        return "string", Column(np.array([value], object), ())
     array = _as_numpy(name, value)
     kind = _KINDS.get(array.dtype.kind)
     if kind is None and array.dtype.kind == "O" and all(isinstance(v, str) for v in array.flat):

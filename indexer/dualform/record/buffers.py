@@ -101,12 +101,11 @@ class Buffer:
 
     def _host(self, source: torch.Tensor) -> np.ndarray | None:
         """The source as a small host array, if it is one."""
-        if self.array.nbytes >= _PARALLEL_BYTES or not _here(source):
+        small = self.array.nbytes < _PARALLEL_BYTES
+        if not (small and source.is_cpu and source.dtype is torch.float32):
             return None
-        source = source.detach()
-        if source.dim() != 2:
-            source = source.reshape(-1, self.array.shape[1])
-        return source.numpy()
+        host: np.ndarray = source.detach().numpy()
+        return host if host.ndim == 2 else host.reshape(self.array.shape)
 
 
 def row_dots(matrix: np.ndarray, vector: np.ndarray) -> np.ndarray:
@@ -120,7 +119,8 @@ def row_dots(matrix: np.ndarray, vector: np.ndarray) -> np.ndarray:
         product = torch.mv(torch.from_numpy(matrix), torch.from_numpy(vector)).numpy()
     else:
         product = _vecdot(matrix, vector)
-    return np.asarray(product.astype(np.float64))
+    wide: np.ndarray = product.astype(np.float64)
+    return wide
 
 
 def _einsum(matrix: np.ndarray, vector: np.ndarray) -> np.ndarray:
@@ -133,10 +133,6 @@ _vecdot = getattr(np, "vecdot", _einsum)  # twice as fast as einsum, from NumPy 
 def dot(a: np.ndarray, b: np.ndarray) -> float:
     """a . b of two float64 vectors, in the calling thread."""
     return float(a @ b) if len(a) < 8192 else float(np.einsum("i,i", a, b))
-
-
-def _here(tensor: torch.Tensor) -> bool:
-    return tensor.dtype is torch.float32 and tensor.is_cpu
 
 
 class _Arena:

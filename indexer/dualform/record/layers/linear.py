@@ -45,10 +45,9 @@ class Linear(LayerKind):
         A hook on the output itself would miss in-place operations on a view of the product.
         """
         top = output.grad_fn
-        if top is not None and top.next_functions:  # most often it is the topmost node
-            last = top.next_functions[-1][0]
-            if last is not None and _leads_to(last, weight):
-                return top
+        below = () if top is None else top.next_functions
+        if below and below[-1][0] is not None and _leads_to(below[-1][0], weight):
+            return top  # most often it is the topmost node
         return _search(top, lambda child: _leads_to(child, weight))
 
     def bias_node(self, output: torch.Tensor, bias: torch.Tensor) -> Node | None:
