@@ -19,15 +19,17 @@ class Times:
     high: float
 
 
-def interleaved(contestants: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, Times]:
-    """Run each once per round, in turn; the first round warms up and does not count.
+def interleaved(
+    contestants: Mapping[str, Callable[[], object]], rounds: int, *, warm_up: bool = True
+) -> dict[str, Times]:
+    """Run each once per round, in turn, after a round that warms up and does not count.
 
     Each round starts with another one: who runs behind a product in many threads, some of which
     still spin, must not be the same each time.
     """
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     names = list(contestants)
-    for number in range(rounds + 1):
+    for number in range(0 if warm_up else 1, rounds + 1):
         first = number % len(names)
         for name in names[first:] + names[:first]:
             start = time.perf_counter()
