@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
+
+_PAUSE = 0.1
+"""Seconds."""
 
 
 @dataclass(frozen=True)
@@ -24,14 +28,14 @@ def interleaved(
 ) -> dict[str, Times]:
     """Run each once per round, in turn, after a round that warms up and does not count.
 
-    Each round starts with another one: who runs behind a product in many threads, some of which
-    still spin, must not be the same each time.
+    Each round has an order of its own, and a pause before each: threads that still spin, and caches
+    that are somebody else's, must not always meet the same one.
     """
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    names = list(contestants)
+    shuffled = random.Random(0)
     for number in range(0 if warm_up else 1, rounds + 1):
-        first = number % len(names)
-        for name in names[first:] + names[:first]:
+        for name in shuffled.sample(list(contestants), len(contestants)):
+            time.sleep(_PAUSE)
             start = time.perf_counter()
             contestants[name]()
             if number:

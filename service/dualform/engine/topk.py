@@ -25,6 +25,7 @@ _SPAN = 1 << 22
 """Bounds of neighbouring shards, queries times rows, that are looked at together."""
 
 _FAISS_SLACK = 32
+_FEW_QUERIES = 8
 # With more groups than this in a shard, finding each one's best rows by sketch costs too much.
 _SEEDED_GROUPS = 64
 
@@ -217,15 +218,19 @@ class Scan:
         unlimited = np.flatnonzero(np.isinf(best.limits()).any(axis=0))
         ranking, own = self._ranking, slice(start, start + len(selected))
         distinct = None if ranking.distinct is None else ranking.distinct.codes[own]
+        k = ranking.k
+        if bounds.shape[1] <= _FEW_QUERIES:
+            # The k largest scores among more rows than k rule out more; of many queries, others do.
+            k = 2 * k + 50
         if ranking.grouping is None:
             if unlimited.size:
-                found = best_rows(bounds, ranking.k, selected, distinct)
+                found = best_rows(bounds, k, selected, distinct)
             return found
         codes = ranking.grouping.codes[own]
         present = np.intersect1d(unlimited, codes[selected])
         if len(present) <= _SEEDED_GROUPS:
             for group in present:
-                found |= best_rows(bounds, ranking.k, selected & (codes == group), distinct)
+                found |= best_rows(bounds, k, selected & (codes == group), distinct)
         return found
 
     def _scan_rows(self, positions: np.ndarray, queries: torch.Tensor, best: Candidates) -> None:
