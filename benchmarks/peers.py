@@ -18,7 +18,7 @@ Search = Callable[[np.ndarray, int], np.ndarray]
 """Queries float32 [n, d] and k: scores float32 [n, k]."""
 
 FAISS_DEFAULT = faiss.cvar.distance_compute_blas_threshold
-LARGEST_BATCH = {"usearch": 8, "lancedb": 8, "milvus-lite": 64}
+LARGEST_BATCH = {"usearch": 8, "lancedb": 1, "milvus-lite": 64}
 """These are asked for no larger batches: they take minutes."""
 
 _INSERT = 4096
