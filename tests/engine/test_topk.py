@@ -127,6 +127,17 @@ def test_strategies_threads_and_batches_agree(memory: tuple[Path, np.ndarray], o
                     ]
                     joined = np.concatenate([part.rows for part in parts])
                     np.testing.assert_array_equal(joined, answers[0].rows)
+                    # A single query goes over shards in threads.
+                    apply = ["certified", "scan"]
+                    if use_faiss and order != "absolute":
+                        apply.append("flat")
+                    for strategy in apply:
+                        for i in (0, 71, 74):
+                            alone = index.top_k(
+                                "fc", queries[i : i + 1], 50, order=order, strategy=strategy
+                            )
+                            np.testing.assert_array_equal(alone.rows[0], answers[0].rows[i])
+                            np.testing.assert_array_equal(alone.scores[0], answers[0].scores[i])
     finally:
         torch.set_num_threads(threads)
     for answer in answers:

@@ -6,14 +6,10 @@ thread count in their last bits, and ties come back in any order: what it return
 
 from __future__ import annotations
 
-from functools import cache
-from types import ModuleType
-
 import numpy as np
 import torch
 
-from dualform.engine.errors import CancelledError
-from dualform.engine.shards import Shard, Stop
+from dualform.engine.shards import Shard, Stop, check_stop
 
 MAX_K = 2048
 """Above this FAISS's heaps cost more than the scan they save."""
@@ -33,21 +29,15 @@ def search(
     Returns:
         Scores, float32 [n, k], descending, and rows inside the shard, int64 [n, k].
     """
-    if stop is not None and stop():
-        raise CancelledError("the caller gave up; the scan stopped between two shards")
-    faiss = _faiss()
+    check_stop(stop)
+    import faiss
+
+    # Small batches leave BLAS by default, up to eight times slower. It is a setting of the whole
+    # process, which somebody else may have changed since the last search.
+    if hasattr(faiss.cvar, "distance_compute_blas_threshold"):
+        faiss.cvar.distance_compute_blas_threshold = 1
     keys = shard.keys.rows().numpy()
     scores, rows = faiss.knn(
         queries.numpy(), keys, min(k, shard.rows), metric=faiss.METRIC_INNER_PRODUCT
     )
     return np.asarray(scores), np.asarray(rows)
-
-
-@cache
-def _faiss() -> ModuleType:
-    import faiss
-
-    # Small batches leave BLAS by default, up to eight times slower.
-    if hasattr(faiss.cvar, "distance_compute_blas_threshold"):
-        faiss.cvar.distance_compute_blas_threshold = 1
-    return faiss
