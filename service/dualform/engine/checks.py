@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import numpy as np
 import torch
 
@@ -46,13 +48,17 @@ def ranking(
     distinct: Distinct | None = None,
 ) -> Ranking:
     """What to rank by, once k and order are what they should be."""
-    if k < 1:
-        raise InvalidArgumentError(f"k is {k}; it must be at least 1", field="k")
+    try:
+        count = 0 if isinstance(k, bool) else operator.index(k)
+    except TypeError:
+        count = 0
+    if count < 1:
+        raise InvalidArgumentError(f"k is {k!r}; it must be an integer, at least 1", field="k")
     if order not in ("largest", "smallest", "absolute"):
         raise InvalidArgumentError(
             f"order is {order!r}; it is one of largest, smallest, absolute", field="order"
         )
-    return Ranking(k, order, grouping, contribution, distinct)
+    return Ranking(count, order, grouping, contribution, distinct)
 
 
 def contribution(

@@ -16,6 +16,7 @@ import torch
 from dualform.engine import checks, dual_output, output, sums, topk
 from dualform.engine.bins import binned
 from dualform.engine.candidates import Ranking
+from dualform.engine.context import own_settings
 from dualform.engine.distinct import Distinct
 from dualform.engine.dual_output import DualOutputs, Question
 from dualform.engine.errors import (
@@ -87,6 +88,7 @@ class Index:
         self._closed = threading.Event()
 
     @classmethod
+    @own_settings()
     def open(cls, path: Path | str, *, device: str = "auto", use_faiss: bool = True) -> Index:
         """Open an index.
 
@@ -444,7 +446,7 @@ class Index:
     def _guarded(self) -> Iterator[None]:
         """Turn damage found on the way into a refusal that lasts."""
         try:
-            with torch.no_grad():
+            with own_settings():
                 yield
         except DamagedError as error:
             self.damage = str(error)

@@ -29,4 +29,8 @@ def over_shards(
     if queries > 1 or threads < 2:
         return [work(shard) for shard in shards]
     with ThreadPoolExecutor(threads, "dualform-query") as pool:
-        return list(pool.map(work, shards))
+        try:
+            found = pool.map(work, shards)
+        except RuntimeError:  # the interpreter is shutting down, and starts no more threads
+            found = map(work, shards)
+        return list(found)

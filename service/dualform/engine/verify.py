@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from dualform.engine.context import own_settings
 from dualform.engine.errors import DataLossError
 from dualform.engine.index import Index
 from dualform.engine.intervals import IntervalCheck
@@ -103,6 +104,7 @@ class VerifyReport:
         return asdict(self)
 
 
+@own_settings()
 def verify_index(
     path: Path | str, progress: Callable[[int, int], None] | None = None
 ) -> VerifyReport:

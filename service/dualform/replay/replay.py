@@ -10,6 +10,7 @@ from typing import NoReturn, TypeVar
 import numpy as np
 import torch
 
+from dualform.engine.context import own_settings
 from dualform.engine.weights import tile_weights
 from dualform.record import StepBatch
 from dualform.record.sink import State
@@ -132,6 +133,7 @@ class Replay:
         output = DualOutput(own, spec, self._first.ledger(), self._first.initial)
         return self._add(layer, own, output)
 
+    @own_settings()
     def open(self, manifest: RecordingManifest) -> None:
         """Start: as the recorder calls it.
 
@@ -163,6 +165,7 @@ class Replay:
     def check(self) -> None:
         """Nothing runs in the background."""
 
+    @own_settings()
     def append(self, batch: StepBatch) -> None:
         """Compare one step, and fold its rows.
 
@@ -189,6 +192,7 @@ class Replay:
     def commit(self) -> None:
         """Nothing is stored."""
 
+    @own_settings()
     def close(self, final: State, marks: Sequence[tuple[str, InexactMark]]) -> None:
         """Compare the last state, and release the answers.
 

@@ -1,0 +1,28 @@
+"""The torch settings of the engine's own calculations, whatever its caller has in force.
+
+Autocast would multiply in bfloat16 where bounds assume float32; a default device would put what is
+looked up next to mapped memory somewhere else; inference mode makes tensors that other threads can't
+fill. All three belong to the calling thread, and are as before once the engine is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+
+@contextmanager
+def own_settings() -> Iterator[None]:
+    """Full precision, tensors on the CPU unless said otherwise, and no autograd; a decorator too."""
+    with ExitStack() as stack:
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        if torch.get_default_device().type != "cpu":
+            stack.enter_context(torch.device("cpu"))
+        yield
