@@ -1,8 +1,8 @@
 """The torch settings of the engine's own calculations, whatever its caller has in force.
 
-Autocast would multiply in bfloat16 where bounds assume float32; a default device would put what is
-looked up next to mapped memory somewhere else; inference mode makes tensors that other threads can't
-fill. All three belong to the calling thread, and are as before once the engine is done.
+Autocast would multiply in bfloat16 where bounds assume float32; a default device would put tensors
+elsewhere than the mapped memory that they go with; inference mode makes tensors that other threads
+can't fill. All three belong to the calling thread, and are as before once the engine is done.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 @contextmanager
 def own_settings() -> Iterator[None]:
-    """Full precision, tensors on the CPU unless said otherwise, and no autograd; a decorator too."""
+    """Full precision, tensors on the CPU unless said otherwise, no autograd; a decorator too."""
     with ExitStack() as stack:
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
