@@ -10,9 +10,6 @@ from dataclasses import dataclass
 
 import torch
 
-_PAUSE = 0.1
-"""Seconds."""
-
 
 @dataclass(frozen=True)
 class Times:
@@ -24,18 +21,23 @@ class Times:
 
 
 def interleaved(
-    contestants: Mapping[str, Callable[[], object]], rounds: int, *, warm_up: bool = True
+    contestants: Mapping[str, Callable[[], object]],
+    rounds: int,
+    *,
+    warm_up: bool = True,
+    pause: float = 0.0,
 ) -> dict[str, Times]:
     """Run each once per round, in turn, after a round that warms up and does not count.
 
-    Each round has an order of its own, and a pause before each: threads that still spin, and caches
-    that are somebody else's, must not always meet the same one.
+    Each round has an order of its own, so that threads that still spin, and caches that are somebody
+    else's, do not always meet the same one. A pause of so many seconds before each lets them sleep,
+    and makes what takes less than a few milliseconds slower.
     """
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     shuffled = random.Random(0)
     for number in range(0 if warm_up else 1, rounds + 1):
         for name in shuffled.sample(list(contestants), len(contestants)):
-            time.sleep(_PAUSE)
+            time.sleep(pause)
             start = time.perf_counter()
             contestants[name]()
             if number:

@@ -99,6 +99,7 @@ def compare(
                 {name: partial(search, asked, k) for name, search in chosen.items()},
                 few,
                 warm_up=n < 1024,
+                pause=0.1,
             )
             results.append(
                 {
