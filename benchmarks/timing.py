@@ -29,9 +29,9 @@ def interleaved(
 ) -> dict[str, Times]:
     """Run each once per round, in turn, after a round that warms up and does not count.
 
-    Each round has an order of its own, so that threads that still spin, and caches that are somebody
-    else's, do not always meet the same one. A pause of so many seconds before each lets them sleep,
-    and makes what takes less than a few milliseconds slower.
+    Each round has an order of its own, so that threads that still spin, and caches that are another
+    one's, do not always meet the same contestant. A pause of so many seconds before each lets them
+    sleep, and makes what takes less than a few milliseconds slower.
     """
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     shuffled = random.Random(0)

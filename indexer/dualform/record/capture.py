@@ -98,6 +98,7 @@ class LayerCapture:
         autocast: A pass of this step ran under autocast.
         double_backward: A backward of this step was itself differentiated.
         carried: A backward of this step found a gradient that no row of this step explains.
+        alone: Rows of this step reached the bias, but not the weight, which was frozen.
         late: A backward came, in a later step, through a forward whose key is gone.
     """
 
@@ -125,7 +126,7 @@ class LayerCapture:
     def begin_step(self) -> None:
         """Forget the step before."""
         self._passes.clear()
-        self.autocast = self.double_backward = self.carried = self.late = False
+        self.autocast = self.double_backward = self.carried = self.late = self.alone = False
 
     def attach(self) -> None:
         """Hook the module; the weight follows as soon as it requires gradients."""
@@ -200,16 +201,17 @@ class LayerCapture:
 
     def _backward(self, item: Pass, gradient: torch.Tensor | None) -> None:
         """The node's pre-hook: copy the value, to be committed if the weight accumulates."""
-        if gradient is None:
+        frozen = not self.weight.requires_grad
+        if gradient is None or (frozen and not self._trains_bias()):
             return
         if torch.is_grad_enabled():
             self.double_backward = True
         if item.key is None:
             self.late = True
             return
-        frozen = not self.weight.requires_grad
         grad = self.bias.grad if frozen and self.bias is not None else self.weight.grad
         if frozen:
+            self._attach_to(False)  # it may have been frozen since the forward
             if grad is None or not grad.any():
                 self.drop()
             elif not self._passes:
@@ -247,14 +249,24 @@ class LayerCapture:
     def _bias_accumulated(self, parameter: torch.Tensor) -> None:
         """The bias's post-accumulate hook, which counts while the weight is frozen."""
         if not self.weight.requires_grad:
+            self.alone = True
             self._commit()
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
-        """The weight's post-accumulate hook."""
+        """The weight's post-accumulate hook. It runs even if the weight was frozen, or a hook of
+        the user's has taken its gradient: then the rows count for the bias, or not at all."""
         grad = parameter.grad
-        assert grad is not None
-        self._watch.accumulated(grad)
-        self._commit()
+        if parameter.requires_grad and grad is not None:
+            self._watch.accumulated(grad)
+            self._commit()
+        elif self._trains_bias():
+            self.alone = True
+            self._commit()
+        else:
+            self._tape.accumulated(self)
+
+    def _trains_bias(self) -> bool:
+        return self.bias is not None and self.bias.requires_grad
 
 
 class _ForwardHook:

@@ -221,6 +221,8 @@ class RecordedLayer:
             return "double backward (gradient penalty): its part of the gradient is no row"
         if capture.late:
             return "a backward ran again, after a step, through a forward of an earlier step"
+        if capture.alone and capture.weight.grad is not None:
+            return "the weight was frozen in part of the step: rows of it reached the bias alone"
         if capture.carried or not self.kept:
             return "the gradient was carried over a step without zeroing, or assigned by hand"
         return (
