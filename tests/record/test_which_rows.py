@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -408,3 +409,83 @@ def test_a_weights_gradient_alone_is_dropped_or_zeroed(tmp_path: Path) -> None:
     assert recording.marks == {"0": [], "2": []}
     assert len(recording.passes("0")) == 6
     reading.assert_rebuilds(tmp_path / "r")
+
+
+def train_with_toggles(path: Path | None, bias: bool, when: str, time: int | None) -> Model:
+    """Every other step the first weight is frozen in the forward or in the backward alone."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 6, bias=bias), nn.Tanh(), nn.Linear(6, 2))
+    weight = model[0].weight
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    with nullcontext() if path is None else Recorder(model, optimizer, path):
+        for i in range(6):
+            optimizer.zero_grad()
+            if when == "second backward":
+                loss(model, torch.randn(7, 5)).backward()
+            weight.requires_grad_(i % 2 == 0 or when != "forward")
+            # A sequence that is not contiguous adds its bias in a node of its own.
+            x = torch.randn(7, 5) if time is None else torch.randn(5, 7, time).permute(1, 2, 0)
+            value = loss(model, x)
+            weight.requires_grad_(i % 2 == 0 or when == "forward")
+            value.backward()
+            weight.requires_grad_(True)
+            optimizer.step()
+    return model
+
+
+@pytest.mark.parametrize("time", [None, 3])
+@pytest.mark.parametrize("when", ["forward", "backward", "second backward"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_frozen_in_the_forward_or_the_backward_alone(
+    tmp_path: Path, bias: bool, when: str, time: int | None
+) -> None:
+    model = train_with_toggles(tmp_path / "r", bias, when, time)
+    plain = train_with_toggles(None, bias, when, time)
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True)
+    )
+    recording = Recording.open(tmp_path / "r")
+    if bias and when == "second backward":  # rows that the two gradients do not share
+        (mark,) = recording.marks["0"]
+        assert mark.from_step == 1
+        assert "frozen in part of the step" in mark.reason
+        reading.assert_rebuilds(tmp_path / "r", ["0.bias", "2.weight", "2.bias"])
+        return
+    assert recording.marks == {"0": [], "2": []}
+    rows = sum(record.rows for record in recording.passes("0"))
+    batch = 7 * (time or 1)
+    assert rows == batch * (6 if bias else 3) + (7 * 6 if when == "second backward" else 0)
+    reading.assert_rebuilds(tmp_path / "r")
+
+
+def test_frozen_with_its_bias_before_the_backward(tmp_path: Path) -> None:
+    """Nothing reaches the layer, and what reached it before stays."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with Recorder(model, optimizer, tmp_path / "r"):
+        loss(model, torch.randn(7, 5)).backward()
+        value = loss(model, torch.randn(4, 5))
+        model[0].requires_grad_(False)
+        value.backward()
+        model[0].requires_grad_(True)
+        optimizer.step()
+    recording = Recording.open(tmp_path / "r")
+    assert recording.marks == {"0": [], "2": []}
+    assert [record.rows for record in recording.passes("0")] == [7]
+    assert [record.rows for record in recording.passes("2")] == [7, 4]
+    reading.assert_rebuilds(tmp_path / "r")
+
+
+def test_a_hook_of_the_users_takes_the_gradient(tmp_path: Path) -> None:
+    """As where an optimizer runs in the backward: the weight's rows do not reach this step."""
+    model = network()
+    model[0].weight.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "grad", None))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with Recorder(model, optimizer, tmp_path / "r"):
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss(model, torch.randn(7, 5)).backward()
+            optimizer.step()
+    recording = Recording.open(tmp_path / "r")
+    assert recording.marks == {"0": [], "2": []}
+    reading.assert_rebuilds(tmp_path / "r", ["0.bias", "2.weight", "2.bias"])

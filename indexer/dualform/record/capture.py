@@ -98,7 +98,8 @@ class LayerCapture:
         autocast: A pass of this step ran under autocast.
         double_backward: A backward of this step was itself differentiated.
         carried: A backward of this step found a gradient that no row of this step explains.
-        alone: Rows of this step reached the bias, but not the weight, which was frozen.
+        alone: Rows of this step reached the bias, but not the weight, which was frozen in their
+            forward or backward.
         late: A backward came, in a later step, through a forward whose key is gone.
     """
 
@@ -120,6 +121,7 @@ class LayerCapture:
         self._tape = tape
         self._watch = watch
         self._attached = self._attached_to_bias = False
+        self._frozen = False  # in the forward or the backward of the value copied last
         self._handles: list[Any] = []
         self.begin_step()
 
@@ -149,6 +151,7 @@ class LayerCapture:
         for item in self._passes.values():
             item.value = None
         self._passes.clear()
+        self.alone = False
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
         """The forward hook: copy the key and hook the node that multiplies by the weight."""
@@ -195,13 +198,17 @@ class LayerCapture:
         if node is None:
             # The product lies inside a compiled graph that ends at the layer's output. Should
             # something change the output in place, the check of the gradient will tell.
-            output.register_hook(lambda gradient: self._backward(item, gradient))
+            output.register_hook(lambda gradient: self._backward(item, gradient, trained))
         else:
-            node.register_prehook(lambda gradients: self._backward(item, gradients[0]))
+            node.register_prehook(lambda gradients: self._backward(item, gradients[0], trained))
 
-    def _backward(self, item: Pass, gradient: torch.Tensor | None) -> None:
-        """The node's pre-hook: copy the value, to be committed if the weight accumulates."""
-        frozen = not self.weight.requires_grad
+    def _backward(self, item: Pass, gradient: torch.Tensor | None, trained: bool) -> None:
+        """The node's pre-hook: copy the value, to be committed if the weight accumulates.
+
+        Args:
+            trained: The weight was not frozen in the forward; it may be now.
+        """
+        self._frozen = frozen = not (trained and self.weight.requires_grad)
         if gradient is None or (frozen and not self._trains_bias()):
             return
         if torch.is_grad_enabled():
@@ -225,9 +232,10 @@ class LayerCapture:
         value.copy_negated(gradient)
         self._tape.defer(self, (item, value))
 
-    def _commit(self) -> None:
-        """The running backward has accumulated into the weight: its values count."""
+    def _commit(self, alone: bool = False) -> None:
+        """The running backward has accumulated into the weight (the bias alone): its values count."""
         for item, value in self._tape.accumulated(self):
+            self.alone = self.alone or alone
             if item.value is None:
                 item.value = value
             else:
@@ -248,9 +256,8 @@ class LayerCapture:
 
     def _bias_accumulated(self, parameter: torch.Tensor) -> None:
         """The bias's post-accumulate hook, which counts while the weight is frozen."""
-        if not self.weight.requires_grad:
-            self.alone = True
-            self._commit()
+        if self._frozen:
+            self._commit(alone=True)
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
         """The weight's post-accumulate hook. It runs even if the weight was frozen, or a hook of
@@ -260,8 +267,7 @@ class LayerCapture:
             self._watch.accumulated(grad)
             self._commit()
         elif self._trains_bias():
-            self.alone = True
-            self._commit()
+            self._commit(alone=True)
         else:
             self._tape.accumulated(self)
 
