@@ -14,6 +14,7 @@ from dualform.store.recording_format import ROW_COLUMNS
 from dualform.store.row_metadata import Block
 
 _KINDS = {"i": "int64", "u": "int64", "f": "float64", "b": "bool", "U": "string"}
+_NUMPY_FLOATS = (torch.float16, torch.float32, torch.float64)
 
 
 class Column(NamedTuple):
@@ -113,7 +114,7 @@ def _misfit(name: str, given: tuple[int, ...], leading: tuple[int, ...]) -> str:
 
 def _convert(name: str, value: Any) -> tuple[str, Column]:
     if isinstance(value, str) and is_text(value):
-        return "string", Column(np.array([value], object), ())
+        return "string", Column(np.array([str.__str__(value)], object), ())
     array = _as_numpy(name, value)
     kind = _KINDS.get(array.dtype.kind)
     if kind is None and array.dtype.kind == "O" and all(isinstance(v, str) for v in array.flat):
@@ -138,15 +139,23 @@ def _convert(name: str, value: Any) -> tuple[str, Column]:
         )
     # Always a copy: loops reuse their buffers.
     values = array.astype(object if kind == "string" else kind, order="C").reshape(-1)
+    if array.dtype.kind == "O":  # members of text enumerations: their values
+        values[:] = [str.__str__(item) for item in values]
     return kind, Column(values, array.shape)
 
 
 def _as_numpy(name: str, value: Any) -> np.ndarray:
     if isinstance(value, torch.Tensor):
-        value = value.detach() if value.is_cpu else value.detach().cpu()
-        return np.asarray((value.float() if value.dtype == torch.bfloat16 else value).numpy())
+        return _of_tensor(name, value)
+    if _is_masked(value):
+        raise AnnotationError(
+            f"annotate({name}=...): masked values cannot be stored, as None can't. Fill them, or "
+            "leave the column out of the call for passes that have no value"
+        )
     try:
         array = np.asarray(value)
+    except (RuntimeError, TypeError) as error:  # such as of tensors that NumPy can't take
+        raise AnnotationError(f"annotate({name}=...): not an array of values: {error}") from error
     except ValueError:
         raise AnnotationError(
             f"annotate({name}=...): the nested lists have different lengths; "
@@ -154,12 +163,36 @@ def _as_numpy(name: str, value: Any) -> np.ndarray:
         ) from None
     if array.dtype.kind == "U" and not isinstance(value, np.ndarray) and not _all_text(value):
         raise AnnotationError(f"annotate({name}=...): strings and other values are mixed")
+    if array.dtype.kind == "U" and not isinstance(value, np.ndarray):
+        # As they are: NumPy's own text loses NULs at the end, and what a subclass prints differs.
+        array = np.array(value, object)
     if array.dtype.kind == "f" and not isinstance(value, np.ndarray) and _all_integers(value):
         raise AnnotationError(
             f"annotate({name}=...): integers beyond 64 bits with a sign cannot be stored; give "
             "them as strings"
         )
     return array
+
+
+def _of_tensor(name: str, value: torch.Tensor) -> np.ndarray:
+    try:
+        host = value.detach().cpu()
+        if host.is_floating_point() and host.dtype not in _NUMPY_FLOATS:
+            host = host.float()
+        return np.asarray(host.resolve_conj().resolve_neg().numpy())
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise AnnotationError(
+            f"annotate({name}=...): cannot store a {value.layout} tensor of {value.dtype}; give a "
+            "dense one of integers, floating-point numbers or booleans"
+        ) from error
+
+
+def _is_masked(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        kinds = set(map(type, value))
+        holders = (list, tuple, np.ma.MaskedArray)
+        return any(issubclass(kind, holders) for kind in kinds) and any(map(_is_masked, value))
+    return isinstance(value, np.ma.MaskedArray) and bool(np.ma.is_masked(value))
 
 
 def _all_text(value: Any) -> bool:

@@ -85,7 +85,7 @@ class Buffer:
         if host is not None:
             np.copyto(self.array, host)
         else:
-            torch.from_numpy(self.array).view(source.shape).copy_(source.detach())
+            torch.from_numpy(self.array).view(source.shape).copy_(_dense(source))
 
     def copy_negated(self, source: torch.Tensor) -> None:
         """The same with the sign changed."""
@@ -93,7 +93,7 @@ class Buffer:
         if host is not None:
             np.negative(host, out=self.array)
         else:
-            torch.from_numpy(self.array).view(source.shape).copy_(source.detach()).neg_()
+            torch.from_numpy(self.array).view(source.shape).copy_(_dense(source)).neg_()
 
     def seal(self) -> None:
         """Take the digest: the array no longer changes."""
@@ -104,8 +104,15 @@ class Buffer:
         small = self.array.nbytes < _PARALLEL_BYTES
         if not (small and source.is_cpu and source.dtype is torch.float32):
             return None
+        if source.layout is not torch.strided or source.is_neg():
+            return None
         host: np.ndarray = source.detach().numpy()
         return host if host.ndim == 2 else host.reshape(self.array.shape)
+
+
+def _dense(source: torch.Tensor) -> torch.Tensor:
+    source = source.detach()
+    return source if source.layout is torch.strided else source.to_dense()
 
 
 def row_dots(matrix: np.ndarray, vector: np.ndarray) -> np.ndarray:

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.autograd import Variable
@@ -239,7 +240,8 @@ class LayerCapture:
             if item.value is None:
                 item.value = value
             else:
-                item.value.array += value.array
+                with np.errstate(all="ignore"):  # infinite values are recorded, not warned of
+                    item.value.array += value.array
             self._passes[item.number] = item
             self.ever = True
 
