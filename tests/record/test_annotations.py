@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,13 @@ from torch import nn
 
 from dualform.record import AnnotationError, Recorder, RecorderClosedError
 from dualform.store.recording import Recording
+
+
+class Task(str, enum.Enum):
+    """Its members print as "Task.A", but are the text "a"."""
+
+    A = "a"
+    B = "b"
 
 
 def step(
@@ -45,6 +53,15 @@ Pair = tuple[nn.Module, torch.optim.Optimizer]
         (["a", "b", "ü"], ["a", "b", "ü"]),
         (np.array(["a", "b", "c"]), ["a", "b", "c"]),
         (np.array(["a", "b", "c"], object), ["a", "b", "c"]),
+        (Task.A, ["a"] * 3),
+        ([Task.A, Task.B, Task.A], ["a", "b", "a"]),
+        ((Task.A, "c", np.str_("d")), ["a", "c", "d"]),
+        (np.array([Task.A, Task.B, "c"], object), ["a", "b", "c"]),
+        ("a\0", ["a\0"] * 3),
+        (["a\0", "b", "\0"], ["a\0", "b", "\0"]),
+        (np.ma.array([3, 1, 2]), [3, 1, 2]),
+        (torch.tensor([1j, 2j, 3j]).conj().imag, [-1.0, -2.0, -3.0]),
+        (torch.tensor([0.5, 1.5, 2.0]).to(torch.float8_e4m3fn), [0.5, 1.5, 2.0]),
         (7, [7] * 3),
         (torch.tensor(7), [7] * 3),
         ("mnist", ["mnist"] * 3),
@@ -177,6 +194,12 @@ def test_the_loop_can_go_on_after_a_refused_step(tmp_path: Path, pair: Pair) -> 
         ({"label": [2**63, -1]}, "beyond 64 bits"),
         ({"label": [[2**70], [0]]}, "cannot store"),
         ({"label": np.array(["2020-01-01"], "datetime64[D]")}, "datetime64"),
+        ({"label": np.ma.array([1, 2], mask=[False, True])}, "masked"),
+        ({"label": [[np.ma.masked, 1]]}, "masked"),
+        ({"label": np.ma.masked}, "masked"),
+        ({"label": torch.ones(3).to_sparse()}, "sparse_coo tensor of torch.float32"),
+        ({"label": torch.ones(3, device="meta")}, "cannot store a"),
+        ({"label": [torch.ones((), dtype=torch.bfloat16)] * 3}, "not an array of values"),
         ({"example": 0.5}, "integer or a string"),
         ({"example": True}, "integer or a string"),
     ],
@@ -188,6 +211,17 @@ def test_refused_at_once(tmp_path: Path, pair: Pair, columns: dict[str, Any], me
         pytest.raises(AnnotationError, match=message),
     ):
         recorder.annotate(**columns)
+
+
+@pytest.mark.filterwarnings("ignore:.*quantized tensor creation")
+def test_quantized_tensors_are_refused(tmp_path: Path, pair: Pair) -> None:
+    model, optimizer = pair
+    quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+    with (
+        Recorder(model, optimizer, tmp_path / "r") as recorder,
+        pytest.raises(AnnotationError, match="qint8"),
+    ):
+        recorder.annotate(label=quantized)
 
 
 def test_a_column_keeps_its_type(tmp_path: Path, pair: Pair) -> None:
