@@ -98,6 +98,62 @@ def test_inputs_of_any_stride(tmp_path: Path, bias: bool, make: Callable[[], tor
     assert reading.relative(-reading.step_sums(recording, "")[0][0], weight.numpy()) < 1e-6
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.randn(4, 5, dtype=torch.complex64).conj().imag,
+        lambda: torch.randn(4, 5).relu().to_sparse(),
+        lambda: torch.randn(4, 5).relu().to_sparse_csr(),
+    ],
+    ids=["negative bit", "sparse", "sparse rows"],
+)
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_inputs_of_any_layout(tmp_path: Path, make: Callable[[], torch.Tensor]) -> None:
+    torch.manual_seed(0)
+    x = make()
+    layer = nn.Linear(5, 6)
+    recording, weight, _ = one_step(layer, tmp_path / "r", lambda layer: layer(x).pow(2).sum())
+    (record,) = recording.passes("")
+    assert np.array_equal(reading.keys(recording, "", record), x.to_dense().numpy(force=True))
+    assert reading.relative(-reading.step_sums(recording, "")[0][0], weight.numpy()) < 1e-6
+
+
+class _NegativeBit(torch.autograd.Function):
+    """The identity, whose gradient has the negative bit."""
+
+    @staticmethod
+    def forward(ctx: object, y: torch.Tensor) -> torch.Tensor:
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+        return torch._neg_view(-gradient)
+
+
+def test_gradients_with_the_negative_bit(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(5, 6)
+    x = torch.randn(4, 5)
+    recording, weight, _ = one_step(
+        layer, tmp_path / "r", lambda layer: _NegativeBit.apply(layer(x)).pow(2).sum()
+    )
+    assert recording.marks[""] == []
+    assert reading.relative(-reading.step_sums(recording, "")[0][0], weight.numpy()) < 1e-6
+
+
+@pytest.mark.filterwarnings("error")
+def test_infinite_values_that_cancel_do_not_warn(tmp_path: Path) -> None:
+    layer = nn.Linear(5, 6)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    with Recorder(layer, optimizer, tmp_path / "r"):
+        value = layer(torch.randn(4, 5)).sum() * torch.inf
+        value.backward(retain_graph=True)
+        (-value).backward()
+        optimizer.step()
+    (mark,) = Recording.open(tmp_path / "r").marks[""]
+    assert "not finite" in mark.reason
+
+
 def test_the_sum_as_loss_whose_gradient_is_expanded(tmp_path: Path) -> None:
     layer = nn.Linear(5, 6)
     x = torch.randn(4, 3, 5)

@@ -234,7 +234,7 @@ class LayerCapture:
         self._tape.defer(self, (item, value))
 
     def _commit(self, alone: bool = False) -> None:
-        """The running backward has accumulated into the weight (the bias alone): its values count."""
+        """The running backward has accumulated into the weight, or the bias alone: it counts."""
         for item, value in self._tape.accumulated(self):
             self.alone = self.alone or alone
             if item.value is None:
