@@ -128,7 +128,7 @@ def test_strategies_threads_and_batches_agree(memory: tuple[Path, np.ndarray], o
                     joined = np.concatenate([part.rows for part in parts])
                     np.testing.assert_array_equal(joined, answers[0].rows)
                     # A single query goes over shards in threads.
-                    apply = ["certified", "scan"]
+                    apply = ["scan"]  # keys this short have no sketches
                     if use_faiss and order != "absolute":
                         apply.append("flat")
                     for strategy in apply:
