@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rows_read import rows_read
 from synthetic import make_index
 
 from dualform.engine import Index, verify_index
-from dualform.engine import shards as engine_shards
 from dualform.engine.errors import InvalidArgumentError
 from dualform.store import DamagedError, IndexManifest
 from dualform.store.files import write_atomic, write_sealed
@@ -64,20 +64,6 @@ def at_least(column: str, number: int) -> pb.Filter:
     return pb.Filter(
         comparison=pb.Comparison(column=column, operator=pb.OPERATOR_GE, values=[value])
     )
-
-
-def rows_read(monkeypatch: pytest.MonkeyPatch, ask: Any) -> int:
-    read = []
-    original = engine_shards.Shard.tiles
-
-    def counted(self: Any, selected: np.ndarray, *rest: Any, **named: Any) -> Any:
-        read.append(int(np.count_nonzero(selected)))
-        return original(self, selected, *rest, **named)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(engine_shards.Shard, "tiles", counted)
-        ask()
-    return sum(read)
 
 
 @pytest.mark.parametrize("absolute", [False, True])

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rows_read import rows_read
 from synthetic import make_index
 
 from dualform.engine import Index
-from dualform.engine import shards as engine_shards
 from dualform.engine.errors import FailedPreconditionError, InvalidArgumentError
 from dualform.v1 import attribution_pb2 as pb
 
@@ -103,33 +103,19 @@ def test_the_answers_are_those_of_single_questions(
         assert found.output is None
 
 
-def tiles_of(index: Index, monkeypatch: pytest.MonkeyPatch, ask: Any) -> int:
-    read = []
-    original = engine_shards.Shard.tiles
-
-    def counted(self: Any, selected: np.ndarray, *rest: Any, **named: Any) -> Any:
-        read.append(int(np.count_nonzero(selected)))
-        return original(self, selected, *rest, **named)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(engine_shards.Shard, "tiles", counted)
-        ask()
-    return sum(read)
-
-
 def test_every_row_is_read_once_at_most(
     index: Index, arrays: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     queries = arrays["queries"][:3]  # for more, outer products are added up instead
     everything = {"k": 3, "group_by": "label", "absolute": True, "dual_output": True}
-    read = tiles_of(index, monkeypatch, lambda: index.explain("fc", queries, **everything))
+    read = rows_read(monkeypatch, lambda: index.explain("fc", queries, **everything))
     assert read == ROWS
     some = {**everything, "where": LATE}
-    read = tiles_of(index, monkeypatch, lambda: index.explain("fc", queries, **some))
+    read = rows_read(monkeypatch, lambda: index.explain("fc", queries, **some))
     assert read == ROWS - 1000
     # Key sums need none.
     signed = lambda: index.explain("fc", queries, group_by="label")  # noqa: E731
-    assert tiles_of(index, monkeypatch, signed) == 0
+    assert rows_read(monkeypatch, signed) == 0
 
 
 def test_refusals(index: Index, arrays: dict[str, np.ndarray], tmp_path: Path) -> None:
