@@ -91,9 +91,9 @@ def compare(
                 for name, search in contestants.items()
                 if n <= LARGEST_BATCH.get(name, n)
             }
-            exact = references(asked, keys, k)
+            exact, allowed = references(asked, keys, k)
             for name, search in chosen.items():
-                check(name, search(asked, k), asked, exact)
+                check(name, search(asked, k), asked, exact, allowed)
             few = rounds if n < 1024 else 1  # which takes minutes, and was warmed up by the check
             times = interleaved(
                 {name: partial(search, asked, k) for name, search in chosen.items()},
@@ -130,30 +130,36 @@ def dualform(index: Index, layer: str, strategy: str) -> Search:
     return search
 
 
-def check(name: str, scores: np.ndarray, queries: np.ndarray, exact: np.ndarray) -> None:
+def check(
+    name: str, scores: np.ndarray, queries: np.ndarray, exact: np.ndarray, allowed: np.ndarray
+) -> None:
     """Scores must be the float64 ones, up to the rounding that the contestant allows itself.
 
     Args:
         name: The contestant.
         scores: float32 [n, k], the contestant's.
         queries: float32 [n, d].
-        exact: What `references` gave for these queries, float64 [checked, at least k].
+        exact, allowed: What `references` gave for these queries and k.
     """
-    for i, best in zip(_checked(len(queries)), exact, strict=True):
+    for place, i in enumerate(_checked(len(queries))):
         own = np.sort(scores[i])[::-1]
-        if not np.allclose(own, best[: len(own)], rtol=0, atol=best[-1]):
+        if not np.allclose(own, exact[place], rtol=0, atol=allowed[place]):
             raise SystemExit(f"{name} is wrong for query {i}")
 
 
-def references(queries: np.ndarray, keys: torch.Tensor, k: int) -> np.ndarray:
-    """The k largest float64 scores of every checked query, descending, and in one last column how
-    far a float32 score may be from them: float64 [checked, k + 1]."""
+def references(queries: np.ndarray, keys: torch.Tensor, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """What some of the queries must get.
+
+    Returns:
+        Their k largest float64 scores, descending, [checked, k], and how far a float32 score may be
+        from these, [checked].
+    """
     own = torch.from_numpy(queries[_checked(len(queries))]).double()
     parts = [own @ part.double().T for part in keys.split(1 << 14)]
     best = torch.cat(parts, dim=1).topk(k, dim=1).values
     longest = float(torch.linalg.vector_norm(keys, dim=1).max())
-    allowed = 2e-6 * longest * torch.linalg.vector_norm(own, dim=1, keepdim=True)
-    return torch.cat([best, allowed], dim=1).numpy()
+    allowed = 2e-6 * longest * torch.linalg.vector_norm(own, dim=1)
+    return best.numpy(), allowed.numpy()
 
 
 def _checked(queries: int) -> list[int]:

@@ -161,9 +161,9 @@ def _as_numpy(name: str, value: Any) -> np.ndarray:
             f"annotate({name}=...): the nested lists have different lengths; "
             "give a rectangular array"
         ) from None
-    if array.dtype.kind == "U" and not isinstance(value, np.ndarray) and not _all_text(value):
-        raise AnnotationError(f"annotate({name}=...): strings and other values are mixed")
     if array.dtype.kind == "U" and not isinstance(value, np.ndarray):
+        if not _all_text(value):
+            raise AnnotationError(f"annotate({name}=...): strings and other values are mixed")
         # As they are: NumPy's own text loses NULs at the end, and what a subclass prints differs.
         array = np.array(value, object)
     if array.dtype.kind == "f" and not isinstance(value, np.ndarray) and _all_integers(value):
