@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ import torch
 from benchmarks.cold import bytes_read, forget
 from benchmarks.memories import Memory, recorded, trained
 from benchmarks.server import serving
-from benchmarks.timing import Times, interleaved
+from benchmarks.timing import Times, interleaved, turns
 from dualform.client import Client
 from dualform.engine import Index
 
@@ -118,43 +117,36 @@ def _late(index: Index, memory: Memory, queries: np.ndarray) -> object:
 
 
 def grpc(memories: list[Memory], rounds: int) -> list[dict[str, Any]]:
-    """The same question over a real socket and in process, in turns of ten: one answer by itself
-    would be timed with the caches that another contestant left."""
+    """The same answers over a real socket and from the SDK's local mode: medians of single calls,
+    in turns of ten. A call right after another contestant's finds the caches that this one left."""
     found = []
     with (
         serving(memories[0].path) as server,
-        Client(server.address) as client,
-        memories[0].open() as index,
+        Client(server.address) as remote,
+        Client.local(memories[0].path, device="cpu") as local,
     ):
         for memory in memories:
-            one = memory.queries[:1]
-            times = interleaved(
+            times = turns(
                 {
-                    "in process": _ten(partial(index.top_k, memory.layer, one, 10)),
-                    "grpc": _ten(partial(client.top_k, memory.layer, one, k=10)),
-                    "sums in process": _ten(partial(index.sums, memory.layer, one, "label")),
-                    "sums grpc": _ten(partial(client.sums, memory.layer, one, group_by="label")),
+                    f"{question}, {where}": partial(ask, client, memory.layer, memory.queries[:1])
+                    for where, client in (("local", local), ("grpc", remote))
+                    for question, ask in (("top-k", _top_k), ("sums", _sums))
                 },
                 rounds,
+                10,
             )
-            ms = {name: own / 10 for name, own in _medians(times).items()}
-            found.append(
-                {
-                    "memory": memory.title,
-                    "ms": ms,
-                    "top_k_on_top_ms": ms["grpc"] - ms["in process"],
-                    "sums_on_top_ms": ms["sums grpc"] - ms["sums in process"],
-                }
-            )
+            ms = _medians(times)
+            on_top = {of: ms[f"{of}, grpc"] - ms[f"{of}, local"] for of in ("top-k", "sums")}
+            found.append({"memory": memory.title, "ms": ms, "on_top_ms": on_top})
     return found
 
 
-def _ten(run: Callable[[], object]) -> Callable[[], None]:
-    def ten() -> None:
-        for _ in range(10):
-            run()
+def _top_k(client: Client, layer: str, queries: np.ndarray) -> object:
+    return client.top_k(layer, queries, k=10)
 
-    return ten
+
+def _sums(client: Client, layer: str, queries: np.ndarray) -> object:
+    return client.sums(layer, queries, group_by="label")
 
 
 def cold(memory: Memory) -> dict[str, Any]:

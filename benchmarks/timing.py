@@ -33,15 +33,28 @@ def interleaved(
     one's, do not always meet the same contestant. A pause of so many seconds before each lets them
     sleep, and makes what takes less than a few milliseconds slower.
     """
+    return turns(contestants, rounds, 1, warm_up=warm_up, pause=pause)
+
+
+def turns(
+    contestants: Mapping[str, Callable[[], object]],
+    rounds: int,
+    calls: int,
+    *,
+    warm_up: bool = True,
+    pause: float = 0.0,
+) -> dict[str, Times]:
+    """As `interleaved`, with so many calls in each turn, timed one by one."""
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     shuffled = random.Random(0)
     for number in range(0 if warm_up else 1, rounds + 1):
         for name in shuffled.sample(list(contestants), len(contestants)):
             time.sleep(pause)
-            start = time.perf_counter()
-            contestants[name]()
-            if number:
-                seconds[name].append(1e3 * (time.perf_counter() - start))
+            for _ in range(calls):
+                start = time.perf_counter()
+                contestants[name]()
+                if number:
+                    seconds[name].append(1e3 * (time.perf_counter() - start))
     return {
         name: Times(statistics.median(own), min(own), max(own)) for name, own in seconds.items()
     }

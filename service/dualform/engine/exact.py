@@ -8,9 +8,12 @@ again exactly with `math.fsum`.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
+
+from dualform.engine.wide import dots
 
 _FLOAT32_UNIT = 2.0**-24
 _FLOAT64_UNIT = 2.0**-53
@@ -26,11 +29,10 @@ class ExactDots:
     """
 
     def __init__(self, keys: torch.Tensor, query: torch.Tensor) -> None:
-        self._keys, self._query = keys, query
-        wide_keys, wide_query = keys.double(), query.double()
-        self._sums = (wide_keys @ wide_query).numpy()
-        size = (wide_keys.abs_() @ wide_query.abs()).numpy()
-        self._bound = size * ((keys.shape[1] + 2) * _FLOAT64_UNIT)
+        self._keys = keys.numpy()
+        self._query = query.double().numpy()
+        self._unit = (keys.shape[1] + 2) * _FLOAT64_UNIT
+        self._sums = dots(self._keys, self._query[None])[0]
 
     def rounded(self) -> np.ndarray:
         """The dot products, each the float32 nearest to the exact one.
@@ -38,12 +40,14 @@ class ExactDots:
         Returns:
             float32 [n]; -0.0 never occurs, and a sum beyond float32's range is infinite.
         """
-        with np.errstate(over="ignore"):
-            scores = self._sums.astype(np.float32)
-            low = (self._sums - self._bound).astype(np.float32)
-            high = (self._sums + self._bound).astype(np.float32)
-        for i in np.flatnonzero(low != high):
-            scores[i] = _rounded_sum(self._terms(int(i)))
+
+        def narrowed(sums: np.ndarray, _: np.ndarray) -> np.ndarray:
+            with np.errstate(over="ignore"):
+                return sums.astype(np.float32)
+
+        scores, odd = self._outcome(narrowed)
+        for i in odd:
+            scores[i] = _rounded_sum(self._terms(i))
         return np.asarray(scores + np.float32(0))
 
     def rounded_contributions(
@@ -63,21 +67,41 @@ class ExactDots:
         """
         wide = values.astype(np.float64)
 
-        def contributions(dots: np.ndarray) -> np.ndarray:
+        def contributions(sums: np.ndarray, rows: np.ndarray) -> np.ndarray:
             with np.errstate(over="ignore"):
-                return np.asarray(((of_weight * dots + of_bias) * wide).astype(np.float32))
+                return ((of_weight[rows] * sums + of_bias[rows]) * wide[rows]).astype(np.float32)
 
-        # Every operation is monotonic in D, so the ends of its interval bound the result.
-        low, high = contributions(self._sums - self._bound), contributions(self._sums + self._bound)
-        odd = np.flatnonzero(low != high)
+        found, odd = self._outcome(contributions)
+        found[odd] = contributions(np.array([math.fsum(self._terms(i)) for i in odd]), odd)
+        return np.asarray(found + np.float32(0))
+
+    def _outcome(
+        self, of: Callable[[np.ndarray, np.ndarray], np.ndarray]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """What something monotonic makes of every sum, and the rows where it depends on which
+        number of the sum's interval is the exact one.
+
+        Args:
+            of: Given sums, float64 [m], and their rows, int64 [m]; returns float32 [m].
+        """
+
+        def differs(rows: np.ndarray, bound: np.ndarray | float) -> np.ndarray:
+            sums = self._sums[rows]
+            return rows[of(sums - bound, rows) != of(sums + bound, rows)]
+
+        everything = np.arange(len(self._keys))
+        found = of(self._sums, everything)
+        # First a bound that costs no pass in float64, then the sum of absolute terms for what is
+        # left.
+        most = max(float(self._keys.max(initial=0)), -float(self._keys.min(initial=0)))
+        odd = differs(everything, float(np.abs(self._query).sum()) * most * 1.001 * self._unit)
         if odd.size:
-            dots = self._sums.copy()
-            dots[odd] = [math.fsum(self._terms(int(i))) for i in odd]
-            low = contributions(dots)
-        return np.asarray(low + np.float32(0))
+            size = dots(np.abs(self._keys[odd]), np.abs(self._query)[None])[0]
+            odd = differs(odd, size * self._unit)
+        return found, odd
 
     def _terms(self, i: int) -> list[float]:
-        terms: list[float] = self._keys[i].double().mul(self._query.double()).tolist()
+        terms: list[float] = (self._keys[i] * self._query).tolist()
         return terms
 
 

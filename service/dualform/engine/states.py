@@ -13,13 +13,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from dualform.engine.wide import BLOCK_BYTES, FEW, dots
 from dualform.store.files import FileEntry, check_digest, check_size
 from dualform.store.index import REBUILD
 
 State = Mapping[str, torch.Tensor]
 """Tensors by name, as in the file: parameters, and "momentum:<parameter>"; only to be read."""
-
-_BLOCK_BYTES = 2 << 20
 
 
 class States:
@@ -56,10 +55,12 @@ def product(queries: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         queries: float64 [n, d_in].
         weight: float32 or float64 [d_out, d_in]; float32 is widened a few rows at a time.
     """
+    if len(queries) <= FEW:
+        return torch.from_numpy(dots(weight.numpy(), queries.numpy()))
     if weight.dtype == torch.float64:
         return queries @ weight.T
     out = torch.empty((len(queries), len(weight)), dtype=torch.float64)
-    step = max(1, _BLOCK_BYTES // (8 * weight.shape[1]))
+    step = max(1, BLOCK_BYTES // (8 * weight.shape[1]))
     wide = torch.empty((min(step, len(weight)), weight.shape[1]), dtype=torch.float64)
     for first in range(0, len(weight), step):
         rows = weight[first : first + step]

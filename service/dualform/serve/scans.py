@@ -67,9 +67,11 @@ class ScanQueue:
         stop = threading.Event()
         loop = asyncio.get_running_loop()
         future = self._pool.submit(scan, stop.is_set)
+        answer = asyncio.wrap_future(future)
+        # After the answer is on its way: returning memory can take milliseconds.
         future.add_done_callback(lambda done: self._release(loop))
         try:
-            return await asyncio.wrap_future(future)
+            return await answer
         finally:
             stop.set()
 
