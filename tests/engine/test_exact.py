@@ -48,6 +48,18 @@ def test_cancellation() -> None:
     np.testing.assert_array_equal(scores, np.array([1.0, 3e38], np.float32))
 
 
+def test_one_large_key_beside_many_small_ones() -> None:
+    # The bound that needs no pass over the rows decides nothing here: the second one must.
+    rng = np.random.default_rng(0)
+    keys = (rng.standard_normal((400, 300)) * 1e-9).astype(np.float32)
+    keys[7] *= 1e20
+    keys[::3] = 0.0
+    query = rng.standard_normal(300).astype(np.float32)
+    scores = ExactDots(torch.from_numpy(keys), torch.from_numpy(query)).rounded()
+    expected = reference.exact_scores(keys, query[None])[0]
+    np.testing.assert_array_equal(scores.view(np.uint32), expected.view(np.uint32))
+
+
 def test_the_error_bound_holds_for_float32_products() -> None:
     rng = np.random.default_rng(0)
     for d in (3, 64, 800, 5000):

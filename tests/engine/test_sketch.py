@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic import make_index
 
+from dualform.client import parse_filter
 from dualform.engine import Index
 from dualform.engine import flat as engine_flat
 from dualform.engine import topk as engine_topk
@@ -51,7 +53,8 @@ def test_the_bound_holds(case: tuple[np.ndarray, np.ndarray, np.ndarray], order:
     sketches = torch.from_numpy(sketch(keys, directions))
     longest = np.linalg.norm(keys.astype(np.float64), axis=1).max()
     cut = len(keys) // 2
-    bounds = sketched.bounds([sketches[:cut], sketches[cut:]]) + sketched.allowance(longest)
+    parts = [(sketches, slice(cut)), (sketches, np.arange(cut, len(sketches)))]
+    bounds = sketched.bounds(parts, [cut, len(sketches) - cut]) + sketched.allowance(longest)
     bounds = bounds.T.numpy()
     scores = queries.astype(np.float64) @ keys.astype(np.float64).T
     merits = {"largest": scores, "smallest": -scores, "absolute": np.abs(scores)}[order]
@@ -158,6 +161,36 @@ def test_most_rows_are_never_read(index: Index, arrays: dict[str, np.ndarray]) -
     with counted_rows() as scanned:
         index.top_k("fc", arrays["queries"][:1], 10)
     assert sum(scanned) < 0.1 * len(arrays["keys"])
+
+
+@pytest.mark.parametrize("where", ["step = 7", "label = 3", "step < 30 and label != 2"])
+@pytest.mark.parametrize("group_by", [None, "label"])
+def test_a_filter_leaves_only_its_rows_to_sketches(
+    index: Index,
+    arrays: dict[str, np.ndarray],
+    where: str,
+    group_by: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+    original = SketchedQueries.bounds
+
+    def counting(self: SketchedQueries, parts: Any, rows: list[int]) -> torch.Tensor:
+        bounds = original(self, parts, rows)
+        asked.append(len(bounds))
+        return bounds
+
+    monkeypatch.setattr(SketchedQueries, "bounds", counting)
+    chosen = parse_filter(where)
+    for queries in (arrays["queries"], arrays["queries"][:1]):
+        asked.clear()
+        pruned, scanned = (
+            index.top_k("fc", queries, 7, where=chosen, group_by=group_by, strategy=strategy)
+            for strategy in ("certified", "scan")
+        )
+        np.testing.assert_array_equal(pruned.rows, scanned.rows)
+        np.testing.assert_array_equal(pruned.scores, scanned.scores)
+        assert sum(asked) == pruned.coverage.rows < len(arrays["keys"]) / 2
 
 
 @contextmanager

@@ -7,6 +7,7 @@ exactly. docs/exactness.md has the rules.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +20,7 @@ from dualform.engine.layer import Layer
 from dualform.store.grouping import Grouping
 
 _RESCORE_ROWS = 4096
+_KEYS_TOGETHER = 1024
 _COMPRESS_AT = 1 << 17
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _FLOAT32_TINY = 2.0**-149
@@ -85,13 +87,15 @@ class Candidates:
         self._compress()
         return self._limits.reshape(-1, self._groups)
 
-    def possible(self, bounds: torch.Tensor, allowance: torch.Tensor, start: int) -> np.ndarray:
+    def possible(
+        self, bounds: torch.Tensor, allowance: torch.Tensor, where: slice | np.ndarray
+    ) -> np.ndarray:
         """Which rows may matter to some query.
 
         Args:
             bounds: float32 [rows, n]: merits are at most so large, but for
             allowance: float64 [n]. The bounds are overwritten.
-            start: Position of the first row.
+            where: Positions of the rows.
 
         Returns:
             bool [rows].
@@ -99,8 +103,7 @@ class Candidates:
         limits = torch.from_numpy(self.limits()) - allowance[:, None]
         thresholds = torch.nextafter(limits.float(), torch.tensor(-torch.inf)).T
         if self._codes is not None:
-            codes = self._codes[start : start + len(bounds)]
-            thresholds = thresholds.contiguous()[torch.from_numpy(codes)]
+            thresholds = thresholds.contiguous()[torch.from_numpy(self._codes[where])]
         if bounds.shape[1] == 1:
             return np.asarray((bounds >= thresholds)[:, 0].numpy())
         # The largest excess, as `any` is slow along the shorter axis.
@@ -237,18 +240,33 @@ class Candidates:
         scores = np.empty(len(part.cells), np.float32)
         order = np.lexsort((part.positions, part.cells // self._groups))
         queries = part.cells[order] // self._groups
-        for query in np.unique(queries):
-            first, last = np.searchsorted(queries, [query, query + 1])
-            for start in range(first, last, _RESCORE_ROWS):
-                own = order[start : min(start + _RESCORE_ROWS, last)]
-                positions = part.positions[own]
-                dots = ExactDots(self._layer.keys_at(positions), self._queries[query])
-                if self._contribution is None:
-                    scores[own] = dots.rounded()
-                else:
-                    factors = self._contribution.at(self._layer, positions)
-                    scores[own] = dots.rounded_contributions(*factors)
+        ends = np.append(np.flatnonzero(np.diff(queries, append=-1)) + 1, len(order))
+        first = 0
+        while first < len(order):
+            # As many whole queries as fit, so that their keys are read together; or part of one.
+            last = int(ends[np.searchsorted(ends, first + _KEYS_TOGETHER, side="right") - 1])
+            if last <= first:
+                last = min(first + _KEYS_TOGETHER, len(order))
+            self._score(part, order[first:last], queries[first:last], scores)
+            first = last
         return scores
+
+    def _score(
+        self, part: _Part, which: np.ndarray, queries: np.ndarray, scores: np.ndarray
+    ) -> None:
+        """Score some candidates, ordered by query and position."""
+        positions, place = np.unique(part.positions[which], return_inverse=True)
+        keys = self._layer.keys_at(positions)
+        bounds = np.flatnonzero(np.diff(queries, prepend=-1, append=-1))
+        for first, last in itertools.pairwise(bounds):
+            own, inside = which[first:last], torch.from_numpy(place[first:last])
+            own_keys = keys if last - first == len(keys) else keys[inside]
+            dots = ExactDots(own_keys, self._queries[queries[first]])
+            if self._contribution is None:
+                scores[own] = dots.rounded()
+            else:
+                factors = self._contribution.at(self._layer, part.positions[own])
+                scores[own] = dots.rounded_contributions(*factors)
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ class ExactDots:
 
         def narrowed(sums: np.ndarray, _: np.ndarray) -> np.ndarray:
             with np.errstate(over="ignore"):
-                return sums.astype(np.float32)
+                return np.asarray(sums.astype(np.float32))
 
         scores, odd = self._outcome(narrowed)
         for i in odd:
@@ -69,7 +69,8 @@ class ExactDots:
 
         def contributions(sums: np.ndarray, rows: np.ndarray) -> np.ndarray:
             with np.errstate(over="ignore"):
-                return ((of_weight[rows] * sums + of_bias[rows]) * wide[rows]).astype(np.float32)
+                found: np.ndarray = (of_weight[rows] * sums + of_bias[rows]) * wide[rows]
+                return found.astype(np.float32)
 
         found, odd = self._outcome(contributions)
         found[odd] = contributions(np.array([math.fsum(self._terms(i)) for i in odd]), odd)
@@ -87,7 +88,7 @@ class ExactDots:
 
         def differs(rows: np.ndarray, bound: np.ndarray | float) -> np.ndarray:
             sums = self._sums[rows]
-            return rows[of(sums - bound, rows) != of(sums + bound, rows)]
+            return np.asarray(rows[of(sums - bound, rows) != of(sums + bound, rows)])
 
         everything = np.arange(len(self._keys))
         found = of(self._sums, everything)

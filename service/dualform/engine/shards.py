@@ -183,10 +183,10 @@ class Shard:
                 inside: np.ndarray | slice = slice(first, last)
                 positions = np.arange(self.start + first, self.start + last)
             else:
-                inside = _as_slice(chosen[first:last])
+                inside = as_slice(chosen[first:last])
                 positions = self.start + chosen[first:last]
             tile_keys = _copy(keys, inside, scratch[: last - first])
-            tile_values = None if own_values is None else _pick(own_values, inside)
+            tile_values = None if own_values is None else pick(own_values, inside)
             if device is not None and device.type != "cpu":
                 tile_keys = tile_keys.to(device)
                 tile_values = None if tile_values is None else tile_values.to(device)
@@ -216,8 +216,12 @@ def check_stop(stop: Stop | None) -> None:
         raise CancelledError("the caller gave up; the scan stopped between two tiles")
 
 
-def _as_slice(indices: np.ndarray) -> np.ndarray | slice:
-    """Contiguous ascending indices as a slice: copying a run is cheaper than gathering it."""
+def as_slice(indices: np.ndarray) -> np.ndarray | slice:
+    """Contiguous ascending indices as a slice: reading a run is cheaper than gathering it.
+
+    Args:
+        indices: int64 [n], n >= 1.
+    """
     first, last = int(indices[0]), int(indices[-1])
     return slice(first, last + 1) if last - first + 1 == len(indices) else indices
 
@@ -228,5 +232,6 @@ def _copy(source: torch.Tensor, which: np.ndarray | slice, out: torch.Tensor) ->
     return torch.index_select(source, 0, torch.from_numpy(which), out=out)
 
 
-def _pick(source: torch.Tensor, which: np.ndarray | slice) -> torch.Tensor:
+def pick(source: torch.Tensor, which: np.ndarray | slice) -> torch.Tensor:
+    """Rows of a tensor, by indices or a slice; a view where it is a slice."""
     return source[which] if isinstance(which, slice) else source[torch.from_numpy(which)]

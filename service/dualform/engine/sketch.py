@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from dualform.engine.shards import pick
 from dualform.engine.threads import over_shards
 
 _UNIT = 2.0**-24
@@ -67,21 +68,24 @@ class SketchedQueries:
             rows = torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % 16))
         self._rows = rows
 
-    def bounds(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    def bounds(
+        self, parts: Sequence[tuple[torch.Tensor, slice | np.ndarray]], rows: Sequence[int]
+    ) -> torch.Tensor:
         """What merits are at most, `allowance` aside.
 
         Args:
-            parts: Sketches, float32 [rows, m + 1] each.
+            parts: Sketches, float32 [any, m + 1] each, and which of them are asked about.
+            rows: How many, of each part.
 
         Returns:
             float32 [rows, n], of all parts.
         """
-        ends = np.cumsum([0, *map(len, parts)])
+        ends = np.cumsum([0, *rows])
         bounds = torch.empty((ends[-1], len(self._rows)), dtype=torch.float32)
 
         def fill(number: int) -> None:
             own = bounds[ends[number] : ends[number + 1]]
-            torch.mm(parts[number], self._rows.T, out=own)
+            torch.mm(pick(*parts[number]), self._rows.T, out=own)
 
         over_shards(fill, range(len(parts)), self._count)
         count = self._count

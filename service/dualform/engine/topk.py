@@ -15,7 +15,7 @@ from dualform.engine import flat
 from dualform.engine.candidates import Candidates, Ranking, merit
 from dualform.engine.layer import Layer
 from dualform.engine.planner import PRUNED_QUERIES, pruning_pays
-from dualform.engine.shards import Shard, Stop, Tile, check_stop, tile_rows
+from dualform.engine.shards import Shard, Stop, Tile, as_slice, check_stop, tile_rows
 from dualform.engine.sketch import SketchedQueries, best_rows
 from dualform.engine.threads import over_shards
 from dualform.engine.weights import needs_float64, tile_weights
@@ -157,14 +157,17 @@ class Scan:
         spans: list[list[Shard]] = []
         room = 0
         for shard in self._layer.shards:
+            rows = int(np.count_nonzero(selected[shard.start : shard.start + shard.rows]))
+            if rows == 0:
+                continue
             if needs_float64(best.query_norms, shard):
                 left.append(shard)
                 room = 0
                 continue
-            room -= shard.rows * len(queries)
+            room -= rows * len(queries)
             if room < 0:
                 spans.append([])
-                room = _SPAN - shard.rows * len(queries)
+                room = _SPAN - rows * len(queries)
             spans[-1].append(shard)
         for number, span in enumerate(spans):
             if not self._scan_pruned(span, selected, queries, sketched, best):
@@ -188,49 +191,46 @@ class Scan:
         Returns:
             Whether it did; otherwise they are still to be searched.
         """
-        start, last = span[0].start, span[-1].start + span[-1].rows
-        own = selected[start:last]
-        rows = int(np.count_nonzero(own))
-        if rows == 0:
-            return True
         check_stop(self._stop)
-        files = [shard.sketch for shard in span if shard.sketch is not None]
-        bounds = sketched.bounds([file.rows() for file in files])
-        done = self._promising(start, own, bounds, best)
-        self._scan_rows(start + np.flatnonzero(done), queries, best)
+        where, parts, counts = _asked(span, selected)
+        rows = sum(counts)
+        bounds = sketched.bounds(parts, counts)
+        done = self._promising(where, bounds, best)
+        self._scan_rows(_positions(where, done), queries, best)
         allowance = sketched.allowance(max(shard.max_norm for shard in span))
-        kept = best.possible(bounds, allowance, start) & own & ~done
+        kept = best.possible(bounds, allowance, where) & ~done
         width = 4 * self._layer.d_in
         left = int(np.count_nonzero(kept))
         self.asked += rows
         self.kept += left
-        faiss = self._use_faiss and rows == len(own)
+        faiss = self._use_faiss and rows == sum(shard.rows for shard in span)
         if left and not pruning_pays(left * width, rows * width, len(queries), faiss):
             return False
-        self._scan_rows(start + np.flatnonzero(kept), queries, best)
+        self._scan_rows(_positions(where, kept), queries, best)
         return True
 
     def _promising(
-        self, start: int, selected: np.ndarray, bounds: torch.Tensor, best: Candidates
+        self, where: slice | np.ndarray, bounds: torch.Tensor, best: Candidates
     ) -> np.ndarray:
         """The rows to score first, bool [rows]: without limits nothing can be ruled out."""
-        found = np.zeros(len(selected), bool)
+        everything = np.ones(len(bounds), bool)
+        found = np.zeros(len(bounds), bool)
         unlimited = np.flatnonzero(np.isinf(best.limits()).any(axis=0))
-        ranking, own = self._ranking, slice(start, start + len(selected))
-        distinct = None if ranking.distinct is None else ranking.distinct.codes[own]
+        ranking = self._ranking
+        distinct = None if ranking.distinct is None else ranking.distinct.codes[where]
         k = ranking.k
         if bounds.shape[1] <= _FEW_QUERIES:
             # The k largest scores among more rows than k rule out more; of many queries, others do.
             k = 2 * k + 50
         if ranking.grouping is None:
             if unlimited.size:
-                found = best_rows(bounds, k, selected, distinct)
+                found = best_rows(bounds, k, everything, distinct)
             return found
-        codes = ranking.grouping.codes[own]
-        present = np.intersect1d(unlimited, codes[selected])
+        codes = ranking.grouping.codes[where]
+        present = np.intersect1d(unlimited, codes)
         if len(present) <= _SEEDED_GROUPS:
             for group in present:
-                found |= best_rows(bounds, k, selected & (codes == group), distinct)
+                found |= best_rows(bounds, k, codes == group, distinct)
         return found
 
     def _scan_rows(self, positions: np.ndarray, queries: torch.Tensor, best: Candidates) -> None:
@@ -269,6 +269,27 @@ class Scan:
                     self._layer, tile.positions, scores, error, tile.values
                 )
             best.add_tile(merit(scores, self._ranking.order), errors, tile.positions, which)
+
+
+def _asked(
+    span: list[Shard], selected: np.ndarray
+) -> tuple[slice | np.ndarray, list[tuple[torch.Tensor, slice | np.ndarray]], list[int]]:
+    """The selected rows of neighbouring shards, some in each: their positions, and of each shard
+    its sketches, which of them are meant, and how many."""
+    positions, parts, counts = [], [], []
+    for shard in span:
+        assert shard.sketch is not None
+        inside = np.flatnonzero(selected[shard.start : shard.start + shard.rows])
+        parts.append((shard.sketch.rows(), as_slice(inside)))
+        counts.append(len(inside))
+        positions.append(shard.start + inside)
+    return as_slice(np.concatenate(positions)), parts, counts
+
+
+def _positions(where: slice | np.ndarray, which: np.ndarray) -> np.ndarray:
+    """Those of some of the rows, bool [rows], ascending."""
+    rows = np.flatnonzero(which)
+    return rows + where.start if isinstance(where, slice) else where[rows]
 
 
 class RankedRows:
