@@ -3,6 +3,7 @@
     python -m benchmarks recorder    what the recorder adds to a training loop
     python -m benchmarks build       index build beside cp and sync of the same recording
     python -m benchmarks topk        exact top-k beside FAISS, torch, usearch, LanceDB, milvus-lite
+    python -m benchmarks filtered    top-k of what a filter selects, beside FAISS's selector
     python -m benchmarks explain     several answers from one scan beside each by itself
     python -m benchmarks load        a server that several clients ask at once
     python -m benchmarks memory      what the server holds at its peak, question by question
@@ -19,7 +20,7 @@ import sys
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-NAMES = ("recorder", "build", "topk", "answers", "explain", "load", "memory")
+NAMES = ("recorder", "build", "topk", "filtered", "answers", "explain", "load", "memory")
 
 
 def main() -> None:

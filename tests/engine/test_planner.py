@@ -146,8 +146,8 @@ def test_outputs_say_where_they_come_from(low_rank: Path) -> None:
 
 
 def test_pruning_pays_for_few_rows_alone() -> None:
-    size = 1000 * 4 * D
+    rows, width = 1000, 4 * D
     for queries in (1, 8, 64, 1024):
         for faiss in (True, False):
-            assert engine_planner.pruning_pays(size // 20, size, queries, faiss)
-            assert not engine_planner.pruning_pays(size, size, queries, faiss)
+            assert engine_planner.pruning_pays(rows // 20, rows, width, queries, faiss)
+            assert not engine_planner.pruning_pays(rows, rows, width, queries, faiss)

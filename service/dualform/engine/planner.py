@@ -22,6 +22,8 @@ _SCAN = (0.086e-9, 0.014e-9, 0.004e-9)
 _FLAT = (0.062e-9, 0.009e-9, 0.002e-9)
 # Rows that sketches leave lie apart: each costs more than in a scan.
 _SCATTERED = 1.6
+# Seconds per row that sketches leave and query: its score is compared with what is known so far.
+_PAIR = 2e-8
 # Seconds per row for its sketch, and for each query.
 _SKETCH = (1.3e-8, 1.2e-9)
 # Seconds per row to return: kept as a candidate and scored exactly; by FAISS's heaps, per shard.
@@ -61,26 +63,32 @@ class Plan:
     costs: Mapping[str, float]
 
 
-def scan_seconds(size: int, queries: int) -> float:
+def scan_seconds(size: float, queries: int) -> float:
     """To multiply `size` bytes of keys with so many queries."""
     return _seconds(_SCAN, size, queries)
 
 
-def flat_seconds(size: int, queries: int) -> float:
+def flat_seconds(size: float, queries: int) -> float:
     """For FAISS to search `size` bytes of keys."""
     return _seconds(_FLAT, size, queries)
 
 
-def pruning_pays(kept: int, rows: int, queries: int, faiss: bool) -> bool:
+def pruning_pays(kept: int, rows: int, width: int, queries: int, faiss: bool) -> bool:
     """Whether reading what sketches left of a shard is cheaper than searching all of it.
 
     Args:
-        kept, rows: Bytes of the keys that are left, and of all that take part.
+        kept, rows: How many rows are left, and how many take part.
+        width: Bytes of a key.
         queries: How many.
         faiss: Whether FAISS would search the shard.
     """
     whole = flat_seconds if faiss else scan_seconds
-    return _SCATTERED * scan_seconds(kept, queries) < whole(rows, queries)
+    return left_seconds(kept, width, queries) < whole(rows * width, queries)
+
+
+def left_seconds(rows: float, width: int, queries: int) -> float:
+    """To score so many rows that sketches left, of so many bytes each."""
+    return _SCATTERED * scan_seconds(rows * width, queries) + _PAIR * rows * queries
 
 
 class Planner:
@@ -122,7 +130,7 @@ class Planner:
             "scan": scan_seconds(size, queries) + cold + _CANDIDATE * hits,
             "flat": flat_seconds(size, queries) + cold + _FLAT_HIT * hits * len(layer.shards),
             "certified": rows * (_SKETCH[0] * blocks + _SKETCH[1] * queries)
-            + _SCATTERED * blocks * scan_seconds(int(kept * size), queries // blocks)
+            + blocks * left_seconds(kept * rows, 4 * layer.d_in, queries // blocks)
             + min(1.0, kept * max(1.0, _PAGE / (4 * layer.d_in))) * cold
             + _CANDIDATE * hits,
         }
@@ -235,6 +243,6 @@ def _key(layer: Layer, ranking: Ranking, queries: int) -> tuple[object, ...]:
     return layer.name, ranking.order, together.bit_length(), hits.bit_length()
 
 
-def _seconds(pace: tuple[float, float, float], size: int, queries: int) -> float:
+def _seconds(pace: tuple[float, float, float], size: float, queries: int) -> float:
     once, few, more = pace
     return size * (once + few * min(queries, 8) + more * max(queries - 8, 0))

@@ -101,8 +101,11 @@ class Scan:
             Positions, int64 [n * groups, k], -1 where fewer rows match, and scores, float32 of the
             same shape, NaN there.
         """
-        size = PRUNED_QUERIES if self._use_sketches else _QUERY_BLOCK
-        blocks = [self._run_block(own, selected) for own in self._queries.split(size)]
+        blocks, rest = [], self._queries
+        while len(rest):
+            size = PRUNED_QUERIES if self._use_sketches else _QUERY_BLOCK
+            blocks.append(self._run_block(rest[:size], selected))
+            rest = rest[size:]
         positions, scores = zip(*blocks, strict=True)
         return np.concatenate(positions), np.concatenate(scores)
 
@@ -204,7 +207,7 @@ class Scan:
         self.asked += rows
         self.kept += left
         faiss = self._use_faiss and rows == sum(shard.rows for shard in span)
-        if left and not pruning_pays(left * width, rows * width, len(queries), faiss):
+        if left and not pruning_pays(left, rows, width, len(queries), faiss):
             return False
         self._scan_rows(_positions(where, kept), queries, best)
         return True
