@@ -2,6 +2,7 @@
 
 A scan's product of queries and keys serves the output, the sums and the top-k alike. So where one
 of them scans every row that takes part, the others ride along; otherwise each is found by itself.
+So is a top-k that sketches answer in less time than it takes to look at every product.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class Questions:
         queries: float32 [n, d_in], finite.
         selected: bool [total], by position: the rows that take part.
         ranking: The best rows by weight.
+        joins: Whether these are looked for in the tiles of a scan, if there is one.
         sums: Totals.
         output: The trained layer's output.
     """
@@ -38,13 +40,14 @@ class Questions:
     queries: torch.Tensor
     selected: np.ndarray
     ranking: Ranking | None
+    joins: bool
     sums: sums.Question | None
     output: dual_output.Question | None
 
 
 @dataclass(frozen=True)
 class Found:
-    """Answers, None for what was not asked, or for a top-k that no scan has found.
+    """Answers, None for what was not asked, or for a top-k that is better found by itself.
 
     Attributes:
         hits: Positions, int64 [n, k], and scores, float32 [n, k]; padded with -1 and NaN.
@@ -67,7 +70,7 @@ def explain(
     device: torch.device,
     stop: Stop | None,
 ) -> Found:
-    """Answer what shares a scan, and what needs none; a top-k without any scan is left to others.
+    """Answer what shares a scan, and what needs none; a top-k outside the scan is left to others.
 
     Args:
         layer: Whose memory.
@@ -89,7 +92,7 @@ def explain(
             scan_all |= bool(np.count_nonzero(way.rest) > (1 - _MOSTLY) * rows)
     riders: list[Reducer] = []
     ranked = total = None
-    if scan_all and asked.ranking is not None:
+    if scan_all and asked.ranking is not None and asked.joins:
         ranked = RankedRows(layer, asked.queries, asked.ranking, device)
         riders.append(ranked)
     if scan_all and asked.sums is not None and way is not None and way.rest is not None:

@@ -328,7 +328,14 @@ class Index:
         if dual_output:
             end = checks.last_step(own, self._ledger, None)
             wanted = Question(query, None, end, grouping, mask, where is not None, "auto")
-        asked = Questions(query, mask, ranking, totals, wanted)
+        joins = ranking is not None and self._planner.joins(
+            own,
+            ranking,
+            len(query),
+            coverage.rows,
+            self._top_k_refusals(own, ranking, mask is own.space.everything),
+        )
+        asked = Questions(query, mask, ranking, joins, totals, wanted)
         with self._guarded():
             found = explain(own, asked, coverage.rows, self._outputs, self._device, stop)
         best = None

@@ -8,6 +8,7 @@ docs/decisions/0010-planner.md has the measurements.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -122,6 +123,37 @@ class Planner:
             InvalidArgumentError: The strategy is unknown, or does not apply.
         """
         check_strategy(strategy, refused)
+        costs, kept = self._top_k_costs(layer, ranking, queries, rows, refused)
+        reason = (
+            f"sketches are expected to leave {100 * kept:.2g} % of the rows to be read"
+            if refused["certified"] is None
+            else f"no certified pruning: {refused['certified']}"
+        )
+        return chosen(strategy, costs, reason)
+
+    def joins(
+        self,
+        layer: Layer,
+        ranking: Ranking,
+        queries: int,
+        rows: int,
+        refused: Mapping[str, str | None],
+    ) -> bool:
+        """Whether a top-k is cheaper from the tiles of a scan that another answer needs anyway than
+        by sketches. Arguments as for `top_k`."""
+        costs, _ = self._top_k_costs(layer, ranking, queries, rows, refused)
+        return _PAIR * rows * queries * self._pace <= costs.get("certified", math.inf)
+
+    def _top_k_costs(
+        self,
+        layer: Layer,
+        ranking: Ranking,
+        queries: int,
+        rows: int,
+        refused: Mapping[str, str | None],
+    ) -> tuple[dict[str, float], float]:
+        """Estimated seconds by strategy, of those that apply, and the share of the rows that
+        sketches are expected to leave."""
         size, hits = rows * 4 * layer.d_in, queries * ranking.k * ranking.groups
         cold = (1 - resident(layer)) * size * _DISK
         kept = self._expected(_key(layer, ranking, queries))
@@ -139,12 +171,7 @@ class Planner:
             for name, seconds in costs.items()
             if refused[name] is None
         }
-        reason = (
-            f"sketches are expected to leave {100 * kept:.2g} % of the rows to be read"
-            if refused["certified"] is None
-            else f"no certified pruning: {refused['certified']}"
-        )
-        return chosen(strategy, costs, reason)
+        return costs, kept
 
     def learn(
         self, layer: Layer, ranking: Ranking, queries: int, plan: Plan, kept: float | None,
