@@ -16,6 +16,7 @@ from synthetic import make_index
 
 from dualform.client import parse_filter
 from dualform.engine import Index
+from dualform.engine import candidates as engine_candidates
 from dualform.engine import flat as engine_flat
 from dualform.engine import topk as engine_topk
 from dualform.engine.candidates import Candidates
@@ -191,6 +192,47 @@ def test_a_filter_leaves_only_its_rows_to_sketches(
         np.testing.assert_array_equal(pruned.rows, scanned.rows)
         np.testing.assert_array_equal(pruned.scores, scanned.scores)
         assert sum(asked) == pruned.coverage.rows < len(arrays["keys"]) / 2
+
+
+@pytest.mark.parametrize(("queries", "k"), [(10, 300), (10, 1500), (1, 5000)])
+def test_few_keys_are_held_while_rows_are_scored(
+    index: Index,
+    arrays: dict[str, np.ndarray],
+    queries: int,
+    k: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scored: list[int] = []
+    original = Candidates._score
+
+    def counting(self: Candidates, part: Any, which: np.ndarray, *rest: Any) -> None:
+        scored.append(len(which))
+        original(self, part, which, *rest)
+
+    monkeypatch.setattr(Candidates, "_score", counting)
+    index.top_k("fc", arrays["queries"][:queries], k, strategy="scan")
+    assert sum(scored) >= queries * k
+    assert max(scored) <= engine_candidates._KEYS_TOGETHER
+
+
+def test_queries_too_long_for_float32_projections(tmp_path: Path) -> None:
+    # |q| is beyond float32's range, though no product with a key comes near its end.
+    rng, d = np.random.default_rng(0), 256
+    plane = np.stack([np.ones(d), np.tile([1.0, -1.0], d // 2)])
+    keys = 1e-5 * rng.standard_normal((3000, 2)) @ plane + 1e-8 * rng.standard_normal((3000, d))
+    long = np.where(np.arange(d) % 2 == 0, 3.4e38, 0.0)
+    queries = np.stack([long, rng.standard_normal(d)]).astype(np.float32)
+    path = make_index(tmp_path, keys.astype(np.float32), None, shard_rows=1000)
+    with Index.open(path, device="cpu") as index:
+        for order in ("largest", "smallest", "absolute"):
+            scanned = index.top_k("fc", queries, 10, order=order, strategy="scan")
+            for strategy in ("certified", "auto"):
+                other = index.top_k("fc", queries, 10, order=order, strategy=strategy)
+                np.testing.assert_array_equal(other.rows, scanned.rows)
+                np.testing.assert_array_equal(other.scores, scanned.scores)
+    exact = queries.astype(np.float64) @ keys.astype(np.float32).astype(np.float64).T
+    best = np.argsort(-np.abs(exact), axis=1, kind="stable")[:, :10]
+    np.testing.assert_array_equal(other.rows, best)
 
 
 @contextmanager

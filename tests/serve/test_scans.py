@@ -45,6 +45,21 @@ class Gate:
             await asyncio.sleep(0.005)
 
 
+@pytest.mark.parametrize("places", [1, 2])
+def test_one_call_after_the_other_never_waits_in_the_queue(places: int) -> None:
+    async def main() -> None:
+        queue = ScanQueue(places, 0)
+
+        async def caller() -> None:
+            for _ in range(200):
+                assert await queue.run(lambda stop: "answer") == "answer"
+
+        await asyncio.gather(*(caller() for _ in range(places)))
+        queue.close()
+
+    asyncio.run(main())
+
+
 def test_never_more_than_allowed_at_a_time() -> None:
     async def main() -> None:
         queue, gate = ScanQueue(3, 100), Gate()

@@ -244,9 +244,8 @@ class Candidates:
         first = 0
         while first < len(order):
             # As many whole queries as fit, so that their keys are read together; or part of one.
-            last = int(ends[np.searchsorted(ends, first + _KEYS_TOGETHER, side="right") - 1])
-            if last <= first:
-                last = min(first + _KEYS_TOGETHER, len(order))
+            whole = ends[(ends > first) & (ends <= first + _KEYS_TOGETHER)]
+            last = int(whole[-1]) if whole.size else min(first + _KEYS_TOGETHER, len(order))
             self._score(part, order[first:last], queries[first:last], scores)
             first = last
         return scores

@@ -16,7 +16,8 @@ def needs_float64(query_norms: torch.Tensor, shard: Shard) -> bool:
         query_norms: float64 [n].
         shard: Whose keys.
     """
-    longest = float(query_norms.max()) * shard.max_norm
+    # The query's own length too: its projections on the sketches' directions are float32.
+    longest = float(query_norms.max()) * max(shard.max_norm, 1.0)
     return longest > _FLOAT32_SAFE or torch.get_float32_matmul_precision() != "highest"
 
 

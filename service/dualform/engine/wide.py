@@ -27,7 +27,8 @@ def dots(matrix: np.ndarray, vectors: np.ndarray) -> np.ndarray:
     step = max(1, BLOCK_BYTES // (8 * matrix.shape[1]))
     for first in range(0, len(matrix), step):
         rows = matrix[first : first + step].astype(np.float64, copy=False)
-        out[:, first : first + step] = _vecdot(rows, vectors[:, None])
+        with np.errstate(all="ignore"):  # weights of a training that diverged are not finite
+            out[:, first : first + step] = _vecdot(rows, vectors[:, None])
     return out
 
 

@@ -67,9 +67,11 @@ class ScanQueue:
         stop = threading.Event()
         loop = asyncio.get_running_loop()
         future = self._pool.submit(scan, stop.is_set)
-        answer = asyncio.wrap_future(future)
-        # After the answer is on its way: returning memory can take milliseconds.
+        # In this order: a caller's next request must find the place free, and nobody need wait
+        # while memory is returned, which can take milliseconds.
         future.add_done_callback(lambda done: self._release(loop))
+        answer = asyncio.wrap_future(future)
+        future.add_done_callback(lambda done: heap.give_back())
         try:
             return await answer
         finally:
@@ -121,7 +123,6 @@ class ScanQueue:
             self._free += 1
             self._running.release()
 
-        heap.give_back()
         try:
             loop.call_soon_threadsafe(release)
         except RuntimeError:
