@@ -328,13 +328,11 @@ class Index:
         if dual_output:
             end = checks.last_step(own, self._ledger, None)
             wanted = Question(query, None, end, grouping, mask, where is not None, "auto")
-        joins = ranking is not None and self._planner.joins(
-            own,
-            ranking,
-            len(query),
-            coverage.rows,
-            self._top_k_refusals(own, ranking, mask is own.space.everything),
-        )
+        joins = False
+        if ranking is not None:
+            refused = self._top_k_refusals(own, ranking, mask is own.space.everything)
+            alone = self._planner.top_k(own, ranking, len(query), coverage.rows, refused, "auto")
+            joins = self._planner.joins(alone, len(query), coverage.rows)
         asked = Questions(query, mask, ranking, joins, totals, wanted)
         with self._guarded():
             found = explain(own, asked, coverage.rows, self._outputs, self._device, stop)

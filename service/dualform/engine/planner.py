@@ -123,37 +123,6 @@ class Planner:
             InvalidArgumentError: The strategy is unknown, or does not apply.
         """
         check_strategy(strategy, refused)
-        costs, kept = self._top_k_costs(layer, ranking, queries, rows, refused)
-        reason = (
-            f"sketches are expected to leave {100 * kept:.2g} % of the rows to be read"
-            if refused["certified"] is None
-            else f"no certified pruning: {refused['certified']}"
-        )
-        return chosen(strategy, costs, reason)
-
-    def joins(
-        self,
-        layer: Layer,
-        ranking: Ranking,
-        queries: int,
-        rows: int,
-        refused: Mapping[str, str | None],
-    ) -> bool:
-        """Whether a top-k is cheaper from the tiles of a scan that another answer needs anyway than
-        by sketches. Arguments as for `top_k`."""
-        costs, _ = self._top_k_costs(layer, ranking, queries, rows, refused)
-        return _PAIR * rows * queries * self._pace <= costs.get("certified", math.inf)
-
-    def _top_k_costs(
-        self,
-        layer: Layer,
-        ranking: Ranking,
-        queries: int,
-        rows: int,
-        refused: Mapping[str, str | None],
-    ) -> tuple[dict[str, float], float]:
-        """Estimated seconds by strategy, of those that apply, and the share of the rows that
-        sketches are expected to leave."""
         size, hits = rows * 4 * layer.d_in, queries * ranking.k * ranking.groups
         cold = (1 - resident(layer)) * size * _DISK
         kept = self._expected(_key(layer, ranking, queries))
@@ -171,7 +140,22 @@ class Planner:
             for name, seconds in costs.items()
             if refused[name] is None
         }
-        return costs, kept
+        reason = (
+            f"sketches are expected to leave {100 * kept:.2g} % of the rows to be read"
+            if refused["certified"] is None
+            else f"no certified pruning: {refused['certified']}"
+        )
+        return chosen(strategy, costs, reason)
+
+    def joins(self, plan: Plan, queries: int, rows: int) -> bool:
+        """Whether a top-k is cheaper from the tiles of a scan that another answer needs anyway than
+        by sketches.
+
+        Args:
+            plan: The top-k's, by itself.
+            queries, rows: As for `top_k`.
+        """
+        return _PAIR * rows * queries * self._pace <= plan.costs.get("certified", math.inf)
 
     def learn(
         self, layer: Layer, ranking: Ranking, queries: int, plan: Plan, kept: float | None,
