@@ -240,7 +240,7 @@ class Candidates:
         scores = np.empty(len(part.cells), np.float32)
         order = np.lexsort((part.positions, part.cells // self._groups))
         queries = part.cells[order] // self._groups
-        ends = np.append(np.flatnonzero(np.diff(queries, append=-1)) + 1, len(order))
+        ends = np.flatnonzero(np.diff(queries, append=-1)) + 1
         first = 0
         while first < len(order):
             # As many whole queries as fit, so that their keys are read together; or part of one.
