@@ -48,6 +48,7 @@ from dualform.store.index import (
     runs,
 )
 from dualform.store.ledger import to_parquet
+from dualform.store.parquet import write_parquet
 from dualform.store.recording import LayerSpec, PassRecord, Recording
 
 SHARD_ROWS = 65_536
@@ -218,10 +219,8 @@ class _Build:
         task, label = (codes[name][order] if name in codes else None for name in ("task", "label"))
         row = pa.array(np.arange(start, stop)[order])
         table = table.take(pa.array(order)).combine_chunks().add_column(0, "row", row)
-        sink = io.BytesIO()
-        pq.write_table(table, sink, compression="zstd")
         name = f"rows/{number}-{len(space.shards):06}.parquet"
-        entry = write_atomic(self._directory / name, sink.getvalue())
+        entry = write_atomic(self._directory / name, write_parquet(table))
         space.shards.append(
             SpaceShard(FileEntry(name, entry.bytes, entry.xxh3), start, stop - start)
         )

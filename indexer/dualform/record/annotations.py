@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from dualform.record.buffers import host_array
 from dualform.record.errors import AnnotationError
 from dualform.store.recording_format import ROW_COLUMNS
 from dualform.store.row_metadata import Block
@@ -114,7 +116,7 @@ def _misfit(name: str, given: tuple[int, ...], leading: tuple[int, ...]) -> str:
 
 def _convert(name: str, value: Any) -> tuple[str, Column]:
     if isinstance(value, str) and is_text(value):
-        return "string", Column(np.array([str.__str__(value)], object), ())
+        return "string", _constant(str.__str__(value))
     array = _as_numpy(name, value)
     kind = _KINDS.get(array.dtype.kind)
     if kind is None and array.dtype.kind == "O" and all(isinstance(v, str) for v in array.flat):
@@ -142,6 +144,11 @@ def _convert(name: str, value: Any) -> tuple[str, Column]:
     if array.dtype.kind == "O":  # members of text enumerations: their values
         values[:] = [str.__str__(item) for item in values]
     return kind, Column(values, array.shape)
+
+
+@functools.lru_cache(maxsize=64)
+def _constant(text: str) -> Column:
+    return Column(np.array([text], object), ())
 
 
 def _as_numpy(name: str, value: Any) -> np.ndarray:
@@ -175,6 +182,9 @@ def _as_numpy(name: str, value: Any) -> np.ndarray:
 
 
 def _of_tensor(name: str, value: torch.Tensor) -> np.ndarray:
+    array = host_array(value)
+    if array is not None:
+        return array
     try:
         host = value.detach().cpu()
         if host.is_floating_point() and host.dtype not in _NUMPY_FLOATS:

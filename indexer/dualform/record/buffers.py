@@ -21,6 +21,9 @@ _SLAB = 16 << 20
 _PARALLEL_BYTES = 4 << 20
 """Below this NumPy works in the calling thread: waking torch's threads costs more than it saves."""
 
+_SHORT = 10_000
+"""Shorter vectors NumPy's BLAS multiplies in the calling thread."""
+
 
 class Pool:
     """Hands out buffers and takes them back, from any thread.
@@ -31,7 +34,7 @@ class Pool:
 
     def __init__(self, keep_bytes: int) -> None:
         self._keep_bytes = keep_bytes
-        self._free_bytes = 0
+        self._free_bytes = 0  # or more: what was taken again is noticed at the limit
         self._arena = _Arena()
         self._free: dict[tuple[int, int], list[_Block]] = {}
         # Reentrant: the garbage collector may release a buffer in the thread that holds the lock.
@@ -39,19 +42,20 @@ class Pool:
 
     def take(self, rows: int, width: int) -> Buffer:
         """A buffer for float32 [rows, width]; its content is arbitrary."""
-        with self._lock:
-            free = self._free.get((rows, width))
-            if free:
-                block = free.pop()
-                self._free_bytes -= len(block.memory)
-                return Buffer(self, block)
-            block = _Block(self._arena, rows, width)
-        return Buffer(self, block)
+        try:
+            return Buffer(self, self._free[rows, width].pop())  # atomic, so without the lock
+        except (KeyError, IndexError):
+            with self._lock:
+                return Buffer(self, _Block(self._arena, rows, width))
 
     def _give_back(self, block: _Block) -> None:
         with self._lock:
             self._free.setdefault(block.array.shape, []).append(block)
             self._free_bytes += len(block.memory)
+            if self._free_bytes > self._keep_bytes:
+                self._free_bytes = sum(
+                    len(free.memory) for blocks in self._free.values() for free in blocks
+                )
             if self._free_bytes > self._keep_bytes:
                 # Shapes vary so much that hardly any comes again: let whole slabs go.
                 self._free.clear()
@@ -83,7 +87,7 @@ class Buffer:
         """Take over [..., width] from any device and dtype, rounded to float32."""
         host = self._host(source)
         if host is not None:
-            np.copyto(self.array, host)
+            self.array[...] = host
         else:
             torch.from_numpy(self.array).view(source.shape).copy_(_dense(source))
 
@@ -91,7 +95,7 @@ class Buffer:
         """The same with the sign changed."""
         host = self._host(source)
         if host is not None:
-            np.negative(host, out=self.array)
+            np.negative(host, self.array)
         else:
             torch.from_numpy(self.array).view(source.shape).copy_(_dense(source)).neg_()
 
@@ -101,13 +105,23 @@ class Buffer:
 
     def _host(self, source: torch.Tensor) -> np.ndarray | None:
         """The source as a small host array, if it is one."""
-        small = self.array.nbytes < _PARALLEL_BYTES
-        if not (small and source.is_cpu and source.dtype is torch.float32):
+        if self.array.nbytes >= _PARALLEL_BYTES or source.dtype is not torch.float32:
             return None
-        if source.layout is not torch.strided or source.is_neg():
-            return None
-        host: np.ndarray = source.detach().numpy()
-        return host if host.ndim == 2 else host.reshape(self.array.shape)
+        host = host_array(source)
+        if host is None or host.ndim == 2:
+            return host
+        return host.reshape(self.array.shape)
+
+
+def host_array(tensor: torch.Tensor) -> np.ndarray | None:
+    """The tensor's own memory as an array, if it is dense and on the host; read it only."""
+    try:
+        if tensor.requires_grad:  # asked first: detaching is dear when caches are cold
+            tensor = tensor.detach()
+        array: np.ndarray = tensor.numpy()
+    except (TypeError, RuntimeError):  # other devices and layouts; a bit of conjugation or sign
+        return None
+    return array
 
 
 def _dense(source: torch.Tensor) -> torch.Tensor:
@@ -115,23 +129,21 @@ def _dense(source: torch.Tensor) -> torch.Tensor:
     return source if source.layout is torch.strided else source.to_dense()
 
 
-def row_dots(matrix: np.ndarray, vector: np.ndarray) -> np.ndarray:
-    """matrix @ vector, float64 [rows], summed in float32 in the calling thread.
+def row_dots(matrix: np.ndarray, vector: np.ndarray, out: np.ndarray) -> None:
+    """matrix @ vector into float64 [rows], summed in float32 in the calling thread.
 
     To be called with NumPy's warnings off: infinite keys are recorded, not warned of.
 
     NumPy's BLAS has threads of its own, which spin against torch's: it is kept out of this.
     """
     if matrix.nbytes >= _PARALLEL_BYTES:
-        product = torch.mv(torch.from_numpy(matrix), torch.from_numpy(vector)).numpy()
+        out[...] = torch.mv(torch.from_numpy(matrix), torch.from_numpy(vector)).numpy()
     else:
-        product = _vecdot(matrix, vector)
-    wide: np.ndarray = product.astype(np.float64)
-    return wide
+        _vecdot(matrix, vector, out)
 
 
-def _einsum(matrix: np.ndarray, vector: np.ndarray) -> np.ndarray:
-    return np.asarray(np.einsum("ij,j->i", matrix, vector))
+def _einsum(a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+    return np.asarray(np.einsum("...i,...i->...", a, b, out=out))
 
 
 _vecdot = getattr(np, "vecdot", _einsum)  # twice as fast as einsum, from NumPy 2 on
@@ -139,7 +151,13 @@ _vecdot = getattr(np, "vecdot", _einsum)  # twice as fast as einsum, from NumPy 
 
 def dot(a: np.ndarray, b: np.ndarray) -> float:
     """a . b of two float64 vectors, in the calling thread."""
-    return float(a @ b) if len(a) < 8192 else float(np.einsum("i,i", a, b))
+    return float(a @ b) if len(a) < _SHORT else float(np.einsum("i,i", a, b))
+
+
+def gram(rows: np.ndarray) -> list[list[float]]:
+    """rows @ rows' of float64 [few, n], in the calling thread."""
+    product = _vecdot if rows.shape[1] < _SHORT else _einsum
+    return product(rows[:, None], rows).tolist()  # type: ignore[no-any-return]
 
 
 class _Arena:

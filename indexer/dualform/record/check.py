@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from dualform.record.buffers import dot, row_dots
+from dualform.record.buffers import dot, gram, host_array, row_dots
 from dualform.record.capture import Pass
 from dualform.record.watch import GradientWatch
 
@@ -60,35 +60,43 @@ class Sides:
         passes: Those committed for the step.
         u: float32 [d_out].
         v: float32 [d_in].
+        part: The gradient's rows that this step reads.
 
     Attributes:
-        key_probes: Of each pass, x.v of its rows, float64.
+        part: As given.
         weight: -sum (u.e)(x.v).
+        of_part: The same for `part` alone.
         bias: -sum u.e.
-        key_size: An estimate of |X|, Frobenius norm.
-        weight_size: An estimate of |E| |X|: the scale of rounding errors.
+        weight_size: An estimate of |E| |X|, Frobenius norms: the scale of rounding errors.
+        part_size: The same for `part` alone.
         bias_size: An estimate of |E| sqrt(rows).
     """
 
-    def __init__(self, passes: Sequence[Pass], u: np.ndarray, v: np.ndarray) -> None:
+    def __init__(self, passes: Sequence[Pass], u: np.ndarray, v: np.ndarray, part: slice) -> None:
         self.passes = passes
-        self.key_probes: list[np.ndarray] = []
-        self.weight = self.bias = 0.0
-        squares = keys = 0.0
-        rows = 0
+        self.part = part
+        self.weight = self.bias = self.of_part = 0.0
+        keys = values = part_values = rows = 0.0
         for item in passes:
             assert item.key is not None
             assert item.value is not None
-            e, x = row_dots(item.value.array, u), row_dots(item.key.array, v)
-            self.key_probes.append(x)
-            self.weight -= dot(e, x)
-            self.bias -= float(np.add.reduce(e))
-            squares += dot(e, e)
-            keys += dot(x, x)
-            rows += len(e)
-        self.key_size = math.sqrt(keys)
-        self.weight_size = math.sqrt(squares * keys)
-        self.bias_size = math.sqrt(squares * rows)
+            value = item.value.array
+            sums = np.empty((4, len(value)))
+            row_dots(item.key.array, v, sums[0])
+            row_dots(value, u, sums[1])
+            row_dots(value[:, part], u[part], sums[2])
+            sums[3] = 1.0
+            (xx, xe, xp, _), (_, ee, _, e), (_, _, pp, _), (_, _, _, ones) = gram(sums)
+            self.weight -= xe
+            self.of_part -= xp
+            self.bias -= e
+            keys += xx
+            values += ee
+            part_values += pp
+            rows += ones
+        self.weight_size = math.sqrt(values * keys)
+        self.part_size = math.sqrt(part_values * keys)
+        self.bias_size = math.sqrt(values * rows)
 
 
 class GradientCheck:
@@ -116,12 +124,18 @@ class GradientCheck:
 
     def sides(self, passes: Sequence[Pass]) -> Sides:
         """What the rows say."""
-        return Sides(passes, self.u, self.v)
+        if not self._order:
+            self._order = self._random.permutation(len(self._parts)).tolist()
+        return Sides(passes, self.u, self.v, self._parts[self._order.pop()])
 
     def probe(self, tensor: torch.Tensor) -> tuple[float, float]:
         """u'Tv for a matrix, u.t for a vector; and the tensor's norm, for a matrix an estimate."""
         host = _host(tensor)
-        reduced = row_dots(host, self.v) if host.ndim == 2 else host.astype(np.float64)
+        if host.ndim == 2:
+            reduced = np.empty(len(host))
+            row_dots(host, self.v, reduced)
+        else:
+            reduced = host.astype(np.float64)
         return dot(reduced, self._u64), math.sqrt(dot(reduced, reduced))
 
     def weight(self, grad: torch.Tensor, watch: GradientWatch, sides: Sides) -> Verdict:
@@ -132,11 +146,13 @@ class GradientCheck:
             watch: What backward left of it.
             sides: What the rows say.
         """
-        part = self._next_part()
-        probe = dot(row_dots(_host(grad, part), self.v), self._u64[part])
-        total, size = self._of_part(part, sides)
+        total, size = sides.of_part, sides.part_size
+        host = _host(grad, sides.part)
+        reduced = np.empty(len(host))
+        row_dots(host, self.v, reduced)
+        probe = dot(reduced, self._u64[sides.part])
         if abs(probe - total) <= SCREEN * size and watch.untouched(grad):
-            return Verdict(True, probe=sides.weight)
+            return Verdict(True, False, 1.0, sides.weight)
         # Rows that add up to zero (dead units; keys that are all zero) leave nothing to zero, and
         # clipping a zero gradient touches it: the bias's rows still count.
         if probe == 0.0 and sides.weight != 0.0 and watch.zeroed(grad):
@@ -166,10 +182,10 @@ class GradientCheck:
             scale: The weight's; tried first, since nearly everything scales both alike.
         """
         probe = dot(_host(grad).astype(np.float64), self._u64)
-        if not math.isfinite(probe):
-            return Verdict(True, fault="not finite")
         if abs(probe - scale * sides.bias) <= SCREEN * abs(scale) * sides.bias_size:
             return Verdict(True, False, scale, probe)
+        if not math.isfinite(probe):
+            return Verdict(True, fault="not finite")
         if probe == 0.0 and not grad.any():
             return Verdict(True, zeroed=True, scale=0.0)
         rows, norms = _bias_rows(sides.passes, grad.shape), _bias_norms(sides.passes)
@@ -180,28 +196,10 @@ class GradientCheck:
         plateau = int((magnitude == magnitude.max()).sum()) > 1
         return Verdict(True, False, 1.0, probe, "clipped" if plateau else "mismatch")
 
-    def _next_part(self) -> slice:
-        if not self._order:
-            self._order = self._random.permutation(len(self._parts)).tolist()
-        return self._parts[self._order.pop()]
-
-    def _of_part(self, part: slice, sides: Sides) -> tuple[float, float]:
-        """The rows' side for these rows of the gradient, and its size."""
-        if len(self._parts) == 1:
-            return sides.weight, sides.weight_size
-        total = squares = 0.0
-        for item, x in zip(sides.passes, sides.key_probes, strict=True):
-            assert item.value is not None
-            e = row_dots(item.value.array[:, part], self.u[part])
-            total -= dot(e, x)
-            squares += dot(e, e)
-        return total, math.sqrt(squares) * sides.key_size
-
 
 def _host(tensor: torch.Tensor, rows: slice = slice(None)) -> np.ndarray:
-    tensor = tensor.detach()
-    host: np.ndarray = tensor.numpy()[rows] if tensor.is_cpu else tensor[rows].cpu().numpy()
-    return host
+    host = host_array(tensor)
+    return tensor.detach()[rows].cpu().numpy() if host is None else host[rows]
 
 
 def _weight_rows(passes: Sequence[Pass], shape: torch.Size) -> torch.Tensor:

@@ -44,7 +44,7 @@ class DiskSink:
         path: str | os.PathLike[str],
         *,
         queue_bytes: int = 256 * _MIB,
-        segment_bytes: int = 256 * _MIB,
+        segment_bytes: int = 1024 * _MIB,
         commit_seconds: float = 10.0,
     ) -> None:
         self.path = Path(path)

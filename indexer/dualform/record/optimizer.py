@@ -23,7 +23,7 @@ class OptimizerView:
         self.optimizer = optimizer
         self.name = type(optimizer).__name__
         self.exact = type(optimizer) is torch.optim.SGD
-        self._key: tuple[tuple[int, int], ...] = ()
+        self._key: list[tuple[int, int]] = []
         self._groups: list[dict[str, Any]] = []
         self._group_of: dict[torch.Tensor, int] = {}
         self._settings: list[_Settings] = []
@@ -65,7 +65,7 @@ class OptimizerView:
     def refresh(self) -> None:
         """Look at the groups again; due once per step."""
         groups = self.optimizer.param_groups
-        key = tuple((id(group), len(group["params"])) for group in groups)
+        key = [(id(group), len(group["params"])) for group in groups]
         if key != self._key:
             self._key, self._groups = key, list(groups)
             self._group_of = {p: i for i, group in enumerate(groups) for p in group["params"]}

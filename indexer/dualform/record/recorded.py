@@ -64,6 +64,7 @@ class RecordedLayer:
         self.kept: list[Pass] = []
         self._optimizer = optimizer
         self._rows: list[tuple[LedgerRow, Verdict, float]] = []
+        self._unfollowed: list[tuple[LedgerRow, Verdict, float]] = []
         self._probes = {name: WeightProbe() for name in self.parameters}
         self._single = weight.dtype == torch.float32
         self._follow_weights = self._single and optimizer.exact
@@ -110,7 +111,7 @@ class RecordedLayer:
         sides = self._check.sides(passes)
         kernel = self._optimizer.kernel_scale()
         weight = self._weight_verdict(sides) if kernel else Verdict(False)
-        if weight.took_part and not weight.zeroed and not self.capture.ever:
+        if not self.capture.ever and weight.took_part and not weight.zeroed:
             grad = self.capture.weight.grad
             if grad is not None and bool(grad.any()):
                 raise CaptureError(_CAUSES.format(name=self.spec.name))
@@ -147,6 +148,9 @@ class RecordedLayer:
         """
         if not self._follow_weights:
             return None
+        for row, verdict, size in self._unfollowed:
+            self._probes[row.parameter].follow(row, verdict.probe, size)
+        self._unfollowed.clear()
         since = step
         agree = True
         for name, parameter in self.parameters.items():
@@ -167,8 +171,7 @@ class RecordedLayer:
         self.capture.begin_step()
         self.kept = []
         if self._follow_weights:
-            for row, verdict, size in self._rows:
-                self._probes[row.parameter].advance(row, verdict.probe, size)
+            self._unfollowed += self._rows
 
     def _weight_verdict(self, sides: Sides) -> Verdict:
         grad, watch = self.capture.weight.grad, self._watch

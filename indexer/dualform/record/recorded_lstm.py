@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -92,7 +91,7 @@ class RecordedLSTM:
         joined = [weight]
         if self.spec.bias is not None:
             bias = self._join(self.spec.bias, hh[1], ih[1])
-            joined.append(replace(bias, scale=hh[1].scale + ih[1].scale))
+            joined.append(bias._replace(scale=hh[1].scale + ih[1].scale))
         mark = mark or other
         if self._alike and not all(map(_alike, hh, ih)):
             self._alike = False
@@ -121,14 +120,14 @@ class RecordedLSTM:
         """A gradient of zeros, as while h is zero, has no scale of its own: any will do."""
         if hh.took_part and ih.took_part and not _close(hh.scale, ih.scale):
             if _is_zero(self._hh.capture.weight.grad):
-                return replace(hh, scale=ih.scale), ih
+                return hh._replace(scale=ih.scale), ih
             if _is_zero(self._ih.capture.weight.grad):
-                return hh, replace(ih, scale=hh.scale)
+                return hh, ih._replace(scale=hh.scale)
         return hh, ih
 
     def _join(self, name: str, hh: LedgerRow, ih: LedgerRow) -> LedgerRow:
         took_part = hh.took_part or ih.took_part
-        return replace(ih if ih.took_part else hh, parameter=name, took_part=took_part)
+        return (ih if ih.took_part else hh)._replace(parameter=name, took_part=took_part)
 
     def _grouped(self, step: int) -> list[tuple[Pass, Sequence[Pass]]]:
         """Each call's product with x, and its products with h, one per time step."""
@@ -177,7 +176,7 @@ def _both(hh: Pair, ih: Pair, join: _Join) -> Pair:
 
 
 def _alike(hh: LedgerRow, ih: LedgerRow) -> bool:
-    same = replace(hh, parameter="", scale=0.0) == replace(ih, parameter="", scale=0.0)
+    same = hh._replace(parameter="", scale=0.0) == ih._replace(parameter="", scale=0.0)
     return same and _close(hh.scale, ih.scale)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from types import TracebackType
 from typing import Any
@@ -251,7 +250,7 @@ class Recorder:
         if not layers or self._bytes_since_state <= self._bytes_per_state:
             return batch
         self._bytes_since_state = 0
-        return replace(batch, state=self._state(layers))
+        return batch._replace(state=self._state(layers))
 
     def _resume(self, manifest: RecordingManifest, step: int) -> None:
         if not isinstance(self._sink, DiskSink):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -17,8 +16,7 @@ State = Mapping[str, np.ndarray]
 """Weights and biases by parameter name, momentum buffers by "momentum:<parameter>"."""
 
 
-@dataclass(frozen=True)
-class CapturedPass:
+class CapturedPass(NamedTuple):
     """The rows that one layer took from one forward pass.
 
     Attributes:
@@ -36,8 +34,7 @@ class CapturedPass:
     values: Buffer | None
 
 
-@dataclass(frozen=True)
-class StepBatch:
+class StepBatch(NamedTuple):
     """Everything that one optimizer step adds.
 
     Attributes:
@@ -55,14 +52,16 @@ class StepBatch:
     ledger: Sequence[LedgerRow]
     marks: Sequence[tuple[str, InexactMark]] = ()
     state: State | None = None
-    nbytes: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        total = sum(array.nbytes for array in (self.state or {}).values())
+    @property
+    def nbytes(self) -> int:
+        """What the step takes on disk, metadata apart."""
+        total = sum(array.nbytes for array in self.state.values()) if self.state else 0
         for item in self.passes:
             total += len(item.keys.memory)
-            total += 0 if item.values is None else len(item.values.memory)
-        object.__setattr__(self, "nbytes", total)
+            if item.values is not None:
+                total += len(item.values.memory)
+        return total
 
 
 @runtime_checkable

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-# Elements of the sample: the norm ratio of float32 numbers is then good to about 1e-9, and 4e-10
+from dualform.record.buffers import gram, host_array
+
+# Elements of the sample: the norm ratio of float32 numbers is then good to about 1e-9, and 5e-10
 # from the first scaled gradient on. Loops that never scale need not pay for the larger one.
-_FEW, _MANY = 1_024, 8_192
+_FEW, _MANY = 1_024, 4_096
 _ROUNDINGS = 8 * 2.0**-24  # unscaling, clipping and averaging round once each
+_DENORMAL = 1e-37  # below this float32 numbers have fewer digits
 
 
 @dataclass(frozen=True)
@@ -63,32 +67,30 @@ class GradientWatch:
         return not (was_zero and self.untouched(grad))
 
     def scale(self, grad: torch.Tensor) -> Scale:
-        """Compare the gradient with the sample, element by element in float64."""
-        if self._sample is None:
+        """Compare the gradient with the sample, in float64."""
+        before = self._sample
+        if before is None:
             return Scale(float("nan"))
-        before = self._sample.astype(np.float64)
-        now = self._rows(grad).astype(np.float64)
         self._next_stride = _stride(self._shape, _MANY)
-        norm = float(np.sqrt((before * before).sum()))
-        if norm == 0.0:
-            return Scale(float("nan"), uniform=not now.any())
-        factor = float(np.sqrt((now * now).sum())) / norm
-        if float((now * before).sum()) < 0:
-            factor = -factor
-        expected = factor * before
-        off = np.abs(now - expected) > _ROUNDINGS * np.abs(expected) + 1e-37
-        if not off.any():
+        pair = np.empty((2, *before.shape))
+        pair[0], pair[1] = before, self._rows(grad)
+        (bb, bn), (_, nn) = gram(pair.reshape(2, -1))
+        if bb == 0.0:
+            return Scale(float("nan"), uniform=nn == 0.0)
+        factor = math.copysign(math.sqrt(nn / bb), bn)
+        # By Cauchy and Schwarz zero for multiples: bb times the squared distance from the nearest.
+        distance = bb * nn - bn * bn
+        if distance <= bb * (_ROUNDINGS**2 * nn + before.size * _DENORMAL**2):
             return Scale(factor)
-        magnitude = np.abs(now)
+        magnitude = np.abs(pair[1])
         plateau = int((magnitude == magnitude.max()).sum()) > 1
         return Scale(factor, uniform=False, plateau=plateau)
 
     def _rows(self, grad: torch.Tensor) -> np.ndarray:
-        grad = grad.detach()
-        if grad.is_cpu and grad.dtype is torch.float32:
-            rows: np.ndarray = grad.numpy()
-            return rows[:: self._stride]
-        return np.asarray(grad[:: self._stride].double().cpu().numpy())
+        host = host_array(grad) if grad.dtype is torch.float32 else None
+        if host is not None:
+            return host[:: self._stride]
+        return np.asarray(grad.detach()[:: self._stride].double().cpu().numpy())
 
 
 def _stride(shape: torch.Size, elements: int) -> int:

@@ -11,15 +11,14 @@ e being the value, -dL/dy):
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from dualform.store.parquet import read_parquet
+from dualform.store.parquet import read_parquet, write_parquet
 
 SCHEMA = pa.schema(
     [
@@ -38,8 +37,7 @@ SCHEMA = pa.schema(
 )
 
 
-@dataclass(frozen=True)
-class LedgerRow:
+class LedgerRow(NamedTuple):
     """One parameter at one step.
 
     Attributes:
@@ -165,10 +163,8 @@ class Ledger:
 
 def to_parquet(rows: Sequence[LedgerRow]) -> bytes:
     """Serialise ledger rows (docs/format.md, *Ledger*)."""
-    columns = {f.name: [getattr(row, f.name) for row in rows] for f in fields(LedgerRow)}
-    sink = io.BytesIO()
-    pq.write_table(pa.table(columns, schema=SCHEMA), sink, compression="zstd")
-    return sink.getvalue()
+    columns = {name: [row[i] for row in rows] for i, name in enumerate(LedgerRow._fields)}
+    return write_parquet(pa.table(columns, schema=SCHEMA))
 
 
 def from_parquet(data: bytes) -> list[LedgerRow]:

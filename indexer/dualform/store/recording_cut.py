@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dualform.store.files import read_checked, sync_directory, write_atomic
 from dualform.store.ledger import from_parquet, to_parquet
-from dualform.store.parquet import read_parquet
+from dualform.store.parquet import read_parquet, write_parquet
 from dualform.store.recording import Recording
 from dualform.store.recording_format import (
     CLOSED,
@@ -22,7 +22,6 @@ from dualform.store.recording_format import (
     SegmentTable,
     segment_name,
 )
-from dualform.store.recording_writer import parquet_bytes
 
 
 def cut_recording(recording: Recording, step: int) -> list[SegmentTable]:
@@ -88,7 +87,7 @@ def _cut(directory: Path, segment: SegmentTable, step: int) -> SegmentTable:
         segment,
         steps=step - segment.first_step,
         rows=write_atomic(
-            directory / f"{stem}.rows.parquet", parquet_bytes(rows.slice(0, sum(block_rows)))
+            directory / f"{stem}.rows.parquet", write_parquet(rows.slice(0, sum(block_rows)))
         ),
         ledger=write_atomic(
             directory / f"{stem}.ledger.parquet",

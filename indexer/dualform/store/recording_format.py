@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dualform.store.errors import DamagedError, NotFoundError, VersionError
 from dualform.store.files import FileEntry, check_seal, read_json, write_sealed
@@ -133,8 +133,7 @@ class RecordingManifest:
             raise DamagedError(path, f"a field is missing or wrong ({error!r})", RERECORD) from None
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """One record in a segment's .bin file: where it starts, its bytes, their digest."""
 
     offset: int
@@ -142,8 +141,7 @@ class Span:
     xxh3: str
 
 
-@dataclass(frozen=True)
-class PassRecord:
+class PassRecord(NamedTuple):
     """The rows that one layer took from one forward pass.
 
     Attributes:

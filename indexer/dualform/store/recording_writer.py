@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import io
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from safetensors.numpy import save as safetensors
 
 from dualform.store.errors import ExistsError
 from dualform.store.files import FileEntry, digest, sync_directory, write_atomic, write_sealed
 from dualform.store.ledger import InexactMark, LedgerRow, to_parquet
+from dualform.store.parquet import write_parquet
 from dualform.store.recording_format import (
     CLOSED,
     EXAMPLES,
@@ -41,8 +41,7 @@ _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _MAX_VECTOR = 512  # buffers per pwritev; every system allows 1,024
 
 
-@dataclass(frozen=True)
-class Record:
+class Record(NamedTuple):
     """Keys or values on their way to disk.
 
     Attributes:
@@ -56,8 +55,7 @@ class Record:
     xxh3: str | None = None
 
 
-@dataclass(frozen=True)
-class StepPass:
+class StepPass(NamedTuple):
     """One layer's rows of one forward pass, to be written: `block` counts inside the step."""
 
     layer: str
@@ -211,7 +209,7 @@ class RecordingWriter:
                 "data": pa.array(examples.data, pa.binary()),
             }
         )
-        self._open.examples.append(write_atomic(self.path / EXAMPLES / name, parquet_bytes(table)))
+        self._open.examples.append(write_atomic(self.path / EXAMPLES / name, write_parquet(table)))
         self._example_files += 1
 
     def flush(self) -> None:
@@ -278,7 +276,7 @@ class RecordingWriter:
             steps=self.steps - self._open.first_step,
             initial=self._initial,
             bin_bytes=self._open.offset,
-            rows=write_atomic(self._part("rows.parquet"), parquet_bytes(rows)),
+            rows=write_atomic(self._part("rows.parquet"), write_parquet(rows)),
             ledger=write_atomic(self._part("ledger.parquet"), to_parquet(self._open.ledger)),
             passes=self._open.passes,
             first_block=self._blocks,
@@ -294,13 +292,6 @@ class RecordingWriter:
 
     def _part(self, suffix: str) -> Path:
         return self._directory / segment_name(self._segments, suffix)
-
-
-def parquet_bytes(table: pa.Table) -> bytes:
-    """A table as a Parquet file."""
-    sink = io.BytesIO()
-    pq.write_table(table, sink, compression="zstd")
-    return sink.getvalue()
 
 
 def _create(path: Path) -> int:

@@ -244,7 +244,7 @@ class Replay:
                 if theirs[name][part] != ours[name][part]:
                     self._refuse(f"layer {name!r} has other {what} at step {batch.step}")
         for before, now in zip(self._ledger.get(batch.step, ()), batch.ledger, strict=True):
-            same = replace(before, scale=0.0) == replace(now, scale=0.0)
+            same = before._replace(scale=0.0) == now._replace(scale=0.0)
             if not same or not math.isclose(before.scale, now.scale, rel_tol=SCALE_TOLERANCE):
                 self._refuse(
                     f"the ledger of {now.parameter!r} differs at step {batch.step}: "
@@ -284,8 +284,9 @@ def _same(a: np.ndarray, b: np.ndarray) -> bool:
 
 def _difference(theirs: RecordingManifest | LedgerRow, ours: RecordingManifest | LedgerRow) -> str:
     """The first field that differs."""
-    for field in fields(theirs):
-        before, now = getattr(theirs, field.name), getattr(ours, field.name)
+    names = theirs._fields if isinstance(theirs, LedgerRow) else [f.name for f in fields(theirs)]
+    for name in names:
+        before, now = getattr(theirs, name), getattr(ours, name)
         if before != now:
-            return f"{field.name} was {before!r} and is {now!r}"
+            return f"{name} was {before!r} and is {now!r}"
     return "nothing differs"
