@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import nn
 
-from dualform.record import DiskSink, Recorder, RecordingFailedError
+from dualform.record import DiskSink, Recorder, RecordingFailedError, disk
 from dualform.store import recording_writer
 from dualform.store.recording import Recording
 
@@ -306,3 +306,14 @@ def test_segments_are_committed_by_age(tmp_path: Path) -> None:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         assert Recording.open(tmp_path / "r").steps == 2
+
+
+def test_segments_are_committed_by_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys may be short and metadata long; their table is made in memory."""
+    monkeypatch.setattr(disk, "_SEGMENT_ROWS", 1000)
+    model, optimizer = network()
+    with Recorder(model, optimizer, tmp_path / "r"):
+        for _ in range(20):
+            step(model, optimizer)
+    assert len(list((tmp_path / "r" / "segments").glob("*.json"))) == 20 * 256 // 1024
+    assert Recording.open(tmp_path / "r").steps == 20

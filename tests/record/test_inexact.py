@@ -261,6 +261,21 @@ def test_no_false_alarm_in_a_long_run(tmp_path: Path, batch: int, lr: float) -> 
     assert Recording.open(tmp_path / "r").marks == {"0": [], "2": []}
 
 
+@pytest.mark.parametrize(("d_in", "signs"), [(20_000, True), (100_000, True), (1_000_000, False)])
+def test_long_keys_are_no_fault(tmp_path: Path, d_in: int, signs: bool) -> None:
+    """Clipped gradients of a million equal magnitudes: rounding in long sums is not a change."""
+    model = nn.Linear(d_in, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    with Recorder(model, optimizer, tmp_path / "r"):
+        for _ in range(17):
+            x = torch.randn(1, d_in)
+            optimizer.zero_grad()
+            model(x.sign() if signs else x).square().mean().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+    assert Recording.open(tmp_path / "r").marks == {"": []}
+
+
 def verdict(x: torch.Tensor, e: torch.Tensor, grad: torch.Tensor, seed: int) -> Verdict:
     """Test a gradient, untouched since backward, against the rows."""
     check = GradientCheck(x.shape[1], e.shape[1], np.random.default_rng(seed))

@@ -21,6 +21,9 @@ _SLAB = 16 << 20
 _PARALLEL_BYTES = 4 << 20
 """Below this NumPy works in the calling thread: waking torch's threads costs more than it saves."""
 
+_STRETCH = 32_768
+"""As many products at most are summed in float32: rounding in a million would look like a fault."""
+
 _SHORT = 10_000
 """Shorter vectors NumPy's BLAS multiplies in the calling thread."""
 
@@ -130,13 +133,20 @@ def _dense(source: torch.Tensor) -> torch.Tensor:
 
 
 def row_dots(matrix: np.ndarray, vector: np.ndarray, out: np.ndarray) -> None:
-    """matrix @ vector into float64 [rows], summed in float32 in the calling thread.
+    """matrix @ vector into float64 [rows], summed in float32 stretches in the calling thread.
 
     To be called with NumPy's warnings off: infinite keys are recorded, not warned of.
 
     NumPy's BLAS has threads of its own, which spin against torch's: it is kept out of this.
     """
-    if matrix.nbytes >= _PARALLEL_BYTES:
+    if len(vector) > _STRETCH:
+        out[...] = 0.0
+        part = np.empty_like(out)
+        for start in range(0, len(vector), _STRETCH):
+            stretch = slice(start, start + _STRETCH)
+            row_dots(matrix[:, stretch], vector[stretch], part)
+            out += part
+    elif matrix.nbytes >= _PARALLEL_BYTES:
         out[...] = torch.mv(torch.from_numpy(matrix), torch.from_numpy(vector)).numpy()
     else:
         _vecdot(matrix, vector, out)

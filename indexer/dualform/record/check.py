@@ -32,6 +32,8 @@ PARTS = 16
 
 _LARGE = 65_536
 _CHUNK = 4096
+_FEW = 16
+"""Probes of fewer rows may all be small by chance: they do not estimate a norm."""
 
 
 class Verdict(NamedTuple):
@@ -87,6 +89,9 @@ class Sides:
             row_dots(value[:, part], u[part], sums[2])
             sums[3] = 1.0
             (xx, xe, xp, _), (_, ee, _, e), (_, _, pp, _), (_, _, _, ones) = gram(sums)
+            if len(value) < _FEW:
+                xx = max(xx, _square(item.key.array))
+                ee = max(ee, _square(value))
             self.weight -= xe
             self.of_part -= xp
             self.bias -= e
@@ -136,7 +141,10 @@ class GradientCheck:
             row_dots(host, self.v, reduced)
         else:
             reduced = host.astype(np.float64)
-        return dot(reduced, self._u64), math.sqrt(dot(reduced, reduced))
+        square = dot(reduced, reduced)
+        if host.ndim == 2 and len(host) < _FEW:
+            square = max(square, _square(host))
+        return dot(reduced, self._u64), math.sqrt(square)
 
     def weight(self, grad: torch.Tensor, watch: GradientWatch, sides: Sides) -> Verdict:
         """Test the weight's gradient, float32 [d_out, d_in], at the step.
@@ -195,6 +203,14 @@ class GradientCheck:
         magnitude = grad.detach().abs()
         plateau = int((magnitude == magnitude.max()).sum()) > 1
         return Verdict(True, False, 1.0, probe, "clipped" if plateau else "mismatch")
+
+
+def _square(matrix: np.ndarray) -> float:
+    """|matrix|^2 of a few rows, Frobenius norm."""
+    norms = np.empty(len(matrix))
+    for row, norm in zip(matrix, norms[:, None], strict=True):
+        row_dots(row[None], row, norm)
+    return float(norms.sum())
 
 
 def _host(tensor: torch.Tensor, rows: slice = slice(None)) -> np.ndarray:

@@ -24,6 +24,9 @@ from dualform.store.recording_writer import Examples, Record, RecordingWriter, S
 
 _MIB = 1 << 20
 _WRITE_BYTES = 16 * _MIB
+_SEGMENT_ROWS = 1 << 20
+"""Rows of metadata at which a segment is committed: their table is made in memory."""
+
 _LOGGER = logging.getLogger("dualform.record")
 
 Job = Callable[[RecordingWriter], None]
@@ -35,7 +38,7 @@ class DiskSink:
     Args:
         path: Must not exist.
         queue_bytes: How much may wait to be written before `append` waits.
-        segment_bytes: Size at which a segment is committed.
+        segment_bytes: Size at which a segment is committed, or earlier where its rows are many.
         commit_seconds: Age at which it is committed, at the next step.
     """
 
@@ -197,7 +200,7 @@ class DiskSink:
             writer.append(passes, batch.blocks, batch.ledger, batch.marks)
             if batch.state is not None:
                 writer.write_state(batch.state)
-            if writer.segment_bytes >= self._segment_bytes:
+            if writer.segment_bytes >= self._segment_bytes or writer.segment_rows >= _SEGMENT_ROWS:
                 self._commit(writer)
         writer.flush()
         batches.clear()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dualform.record.buffers import gram, host_array
+from dualform.record.buffers import dot, gram, host_array
 
 # Elements of the sample: the norm ratio of float32 numbers is then good to about 1e-9, and 5e-10
 # from the first scaled gradient on. Loops that never scale need not pay for the larger one.
@@ -78,9 +78,8 @@ class GradientWatch:
         if bb == 0.0:
             return Scale(float("nan"), uniform=nn == 0.0)
         factor = math.copysign(math.sqrt(nn / bb), bn)
-        # By Cauchy and Schwarz zero for multiples: bb times the squared distance from the nearest.
-        distance = bb * nn - bn * bn
-        if distance <= bb * (_ROUNDINGS**2 * nn + before.size * _DENORMAL**2):
+        off = (pair[1] - factor * pair[0]).reshape(-1)
+        if dot(off, off) <= _ROUNDINGS**2 * nn + off.size * _DENORMAL**2:
             return Scale(factor)
         magnitude = np.abs(pair[1])
         plateau = int((magnitude == magnitude.max()).sum()) > 1

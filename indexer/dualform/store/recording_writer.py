@@ -79,6 +79,7 @@ class _OpenSegment:
     """What was appended since the last commit."""
 
     first_step: int
+    rows: int = 0  # of metadata
     offset: int = 0  # bytes appended to the .bin file
     written: int = 0  # of these, bytes on disk
     pending: list[memoryview] = field(default_factory=list)
@@ -162,6 +163,11 @@ class RecordingWriter:
         """Bytes in the open segment's .bin file, those not yet flushed included."""
         return self._open.offset
 
+    @property
+    def segment_rows(self) -> int:
+        """Rows of metadata in the open segment."""
+        return self._open.rows
+
     def write_initial(self, state: Mapping[str, np.ndarray]) -> None:
         """Write the state before the first step; due before the first commit.
 
@@ -184,6 +190,7 @@ class RecordingWriter:
             block = self._blocks + len(self._open.blocks) + item.block
             record = PassRecord(self._segments, self.steps, item.rows, block, keys, values)
             self._open.passes.append((item.layer, record))
+        self._open.rows += sum(block.rows for block in blocks)
         self._open.blocks.extend(blocks)
         self._open.ledger.extend(ledger)
         self._open.marks.extend(marks)

@@ -91,23 +91,20 @@ def blocks_table(blocks: Sequence[Block], columns: Mapping[str, str]) -> pa.Tabl
 
 
 def _column(parts: Sequence[np.ndarray | None], counts: np.ndarray, kind: str) -> pa.Array:
-    if kind == "string":  # each text once, then its rows
-        texts: list[str | None] = []
-        places: list[np.ndarray | None] = []
-        for part in parts:
-            own = [None] if part is None else part.tolist()
-            places.append(np.arange(len(texts), len(texts) + len(own)))
-            texts += own
-        return pa.array(texts, TYPES[kind]).take(_column(places, counts, "int64"))
-    dtype = np.dtype(kind)
+    dtype = object if kind == "string" else np.dtype(kind)
     filler = np.zeros(1, dtype)
     spread = []
     for part, count in zip(parts, counts.tolist(), strict=True):
         given = filler if part is None else part
         spread.append(given if len(given) == count else np.repeat(given, count // len(given)))
+    values = _joined(spread, dtype)
     missing = np.array([part is None for part in parts], np.bool_)
     mask = np.repeat(missing, counts) if missing.any() else None
-    return pa.array(_joined(spread, dtype), TYPES[kind], mask=mask)
+    if kind == "string":  # as a list: from an object array, pyarrow would first import pandas
+        if mask is not None:
+            values[mask] = None
+        return pa.array(values.tolist(), TYPES[kind])
+    return pa.array(values, TYPES[kind], mask=mask)
 
 
 def _joined(parts: Sequence[np.ndarray], dtype: object) -> np.ndarray:
