@@ -276,6 +276,26 @@ def test_long_keys_are_no_fault(tmp_path: Path, d_in: int, signs: bool) -> None:
     assert Recording.open(tmp_path / "r").marks == {"": []}
 
 
+@pytest.mark.parametrize("element", range(0, 100, 13))
+@pytest.mark.parametrize("scaled", [False, True])
+def test_one_infinity_at_the_last_step(tmp_path: Path, element: int, scaled: bool) -> None:
+    """Wherever it is in a large gradient, of which a step reads a part."""
+    model = nn.Linear(784, 100)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Recorder(model, optimizer, tmp_path / "r"):
+        for step in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(8, 784)).square().mean().backward()
+            if step == 2:
+                if scaled:
+                    model.weight.grad.mul_(2.0)  # type: ignore[union-attr]
+                model.weight.grad[element, 3] = float("inf")  # type: ignore[index]
+            optimizer.step()
+    mark = only(Recording.open(tmp_path / "r").marks[""])
+    assert mark.from_step <= 2
+    assert "finite" in mark.reason
+
+
 def verdict(x: torch.Tensor, e: torch.Tensor, grad: torch.Tensor, seed: int) -> Verdict:
     """Test a gradient, untouched since backward, against the rows."""
     check = GradientCheck(x.shape[1], e.shape[1], np.random.default_rng(seed))

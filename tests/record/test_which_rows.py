@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dualform.record import Recorder
+from dualform.record.buffers import Pool
 from dualform.store.recording import Recording
 
 from . import reading
@@ -301,6 +303,25 @@ def test_memory_of_passes_without_backward_is_reused(tmp_path: Path) -> None:
             model(torch.randn(7, 5))
         gc.collect()
         assert sum(len(free) for free in pool._free.values()) <= 2
+
+
+def test_buffers_that_the_garbage_collector_frees_while_the_pool_counts() -> None:
+    """A new shape may come back in the middle of counting those that are free."""
+    faults: list[object] = []
+    pool = Pool(1 << 20)
+    hook, threshold = sys.unraisablehook, gc.get_threshold()
+    sys.unraisablehook = lambda fault: faults.append(fault.exc_value)
+    gc.set_threshold(1)
+    try:
+        for i in range(20_000):
+            cycle: list[object] = [pool.take(1 + i % 997, 1 + i % 89)]
+            cycle.append(cycle)
+            del cycle
+            pool.take(3 + i % 500, 2)
+    finally:
+        sys.unraisablehook = hook
+        gc.set_threshold(*threshold)
+    assert not faults
 
 
 def test_losses_kept_by_the_loop_keep_no_rows(tmp_path: Path) -> None:

@@ -56,9 +56,8 @@ class Pool:
             self._free.setdefault(block.array.shape, []).append(block)
             self._free_bytes += len(block.memory)
             if self._free_bytes > self._keep_bytes:
-                self._free_bytes = sum(
-                    len(free.memory) for blocks in self._free.values() for free in blocks
-                )
+                shapes = list(self._free.values())  # meanwhile a new one may be released
+                self._free_bytes = sum(len(free.memory) for blocks in shapes for free in blocks)
             if self._free_bytes > self._keep_bytes:
                 # Shapes vary so much that hardly any comes again: let whole slabs go.
                 self._free.clear()

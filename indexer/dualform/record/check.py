@@ -170,6 +170,8 @@ class GradientCheck:
         # Scaled, or edited through `.data`, which autograd does not count, or wrong.
         scale = watch.scale(grad)
         factor = scale.factor
+        if math.isinf(factor):
+            return Verdict(True, fault="not finite")
         if math.isnan(factor):  # the sample was zero: take the factor from all rows
             factor = _regression(grad, _weight_rows(sides.passes, grad.shape))
         if not scale.uniform:

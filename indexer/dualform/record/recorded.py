@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 
@@ -152,17 +154,19 @@ class RecordedLayer:
             self._probes[row.parameter].follow(row, verdict.probe, size)
         self._unfollowed.clear()
         since = step
-        agree = True
+        agree = finite = True
         for name, parameter in self.parameters.items():
             state = self._probe_state(parameter)
             probe = self._probes[name]
             since = probe.since
+            finite = finite and all(math.isfinite(real) for real, _ in state)
             agree = agree and (probe.since < 0 or probe.agrees(state))
             probe.reset(step, state)
         if agree:
             return None
         self._follow_weights = False
-        return InexactMark(since, f"{WEIGHTS_CHANGED} (between step {since} and step {step})")
+        what = WEIGHTS_CHANGED if finite else "the weights are no longer finite"
+        return InexactMark(since, f"{what} (between step {since} and step {step})")
 
     def advance(self) -> None:
         """The step has run: follow it, and let go of its rows."""

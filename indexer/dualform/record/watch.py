@@ -22,7 +22,8 @@ class Scale:
     """The gradient at the step, as a multiple of what backward accumulated.
 
     Attributes:
-        factor: The multiple; NaN where the sample, empty or all zeros, cannot tell.
+        factor: The multiple; NaN where the sample, empty or all zeros, cannot tell, infinity where
+            the gradient is not finite.
         uniform: Every element has it; otherwise no factor explains the change.
         plateau: Several elements share the largest magnitude, as after clipping by value.
     """
@@ -75,6 +76,8 @@ class GradientWatch:
         pair = np.empty((2, *before.shape))
         pair[0], pair[1] = before, self._rows(grad)
         (bb, bn), (_, nn) = gram(pair.reshape(2, -1))
+        if not math.isfinite(nn):
+            return Scale(math.inf, uniform=False)
         if bb == 0.0:
             return Scale(float("nan"), uniform=nn == 0.0)
         factor = math.copysign(math.sqrt(nn / bb), bn)

@@ -7,6 +7,7 @@ once, and its gradient carries the error of a float32 product.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 
 from dualform.store.ledger import LedgerRow
@@ -66,9 +67,9 @@ class WeightProbe:
         )
 
     def agrees(self, state: Sequence[Pair]) -> bool:
-        """Whether the real (probe, norm) of parameter and buffer are as predicted."""
+        """Whether the real (probe, norm) of parameter and buffer are as predicted, and finite."""
         return all(
-            abs(real - predicted) <= 2 * noise + 16 * _EPS * size
+            math.isfinite(real) and abs(real - predicted) <= 2 * noise + 16 * _EPS * size
             for (real, size), predicted, noise in zip(state, self._state, self._noise, strict=True)
         )
 
