@@ -251,6 +251,23 @@ def test_verify_finds_a_wrong_state(
     assert (good.ok, good.bad_steps) == (True, None)
 
 
+def test_verify_takes_no_offence_at_terms_that_cancel(tmp_path: Path) -> None:
+    """Every second step undoes the momentum of the one before, up to rounding."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with Recorder(model, optimizer, tmp_path / "recording"):
+        for _ in range(40):
+            x, gradient = torch.randn(8, 3), torch.randn(8, 2)
+            for factor in (1.0, -0.9):
+                optimizer.zero_grad()
+                model(x).backward(factor * gradient)
+                optimizer.step()
+    build_index(tmp_path / "recording", tmp_path / "index")
+    report = verify_index(tmp_path / "index")
+    assert report.ok, report
+
+
 @pytest.mark.parametrize("closed", [True, False])
 def test_verify_finds_the_steps_of_a_wrong_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: bool
@@ -260,7 +277,7 @@ def test_verify_finds_the_steps_of_a_wrong_row(
 
     def wrong(self: RecordingWriter, passes: list[StepPass], *rest: Any) -> None:
         if self.steps == 13:
-            passes = [replace(own, values=negated(own.values)) for own in passes]
+            passes = [own._replace(values=negated(own.values)) for own in passes]
         append(self, passes, *rest)
 
     monkeypatch.setattr(RecordingWriter, "append", wrong)

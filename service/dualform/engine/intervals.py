@@ -8,6 +8,7 @@ directions), and costs a small part of a product with whole keys. Biases are com
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -38,8 +39,8 @@ class BadInterval:
     Attributes:
         first, last: After so many steps the two states were.
         what: The weight, bias or momentum buffer that differs.
-        error: The difference, relative to the way between the two states; to the larger of the
-            two for a momentum buffer.
+        error: The difference, relative to the way between the two states, for a momentum buffer to
+            the larger of the two; or to the root of the terms' squares where that is larger.
     """
 
     first: int
@@ -128,7 +129,10 @@ class IntervalCheck:
             name = buffer if total.momentum else weight
             a, b = (state.get(name, none).astype(np.float64) for state in (before, after))
             size = max(float(np.linalg.norm(a)), float(np.linalg.norm(b)))
-            way = size if total.momentum else float(np.linalg.norm(b - a))
+            # The way may be short because terms cancel: errors are relative to the terms, then.
+            m = float(np.linalg.norm(before.get(buffer, none).astype(np.float64)))
+            terms = math.hypot(total.coefficients.r * m, math.sqrt(total.squares))
+            way = max(size if total.momentum else float(np.linalg.norm(b - a)), terms)
             rest = torch.from_numpy(left_behind(before, weight, total.coefficients) - b)
             if rest.ndim == 2:
                 rest = rest @ self._directions
@@ -170,12 +174,17 @@ class _Sum:
         self.momentum = momentum
         self.coefficients = coefficients
         self.sum = torch.zeros(shape, dtype=torch.float64)
+        self.squares = 0.0  # of the terms' lengths, row by row
         self._none = not coefficients.c.any()
 
     def add(self, keys: torch.Tensor, values: torch.Tensor, offsets: np.ndarray) -> None:
         if self._none:
             return
         c = torch.from_numpy(self.coefficients.c[offsets])
+        lengths = torch.linalg.vector_norm(values, dim=1) * c
+        if self.sum.ndim == 2:
+            lengths *= torch.linalg.vector_norm(keys, dim=1)
+        self.squares += float(lengths @ lengths)
         if self.sum.ndim == 1:
             self.sum.addmv_(values.T, c)
         else:
