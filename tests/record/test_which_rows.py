@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,7 +13,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dualform.record import Recorder
-from dualform.record.buffers import Pool
 from dualform.store.recording import Recording
 
 from . import reading
@@ -291,54 +288,6 @@ def test_frozen_and_unfrozen_midway(tmp_path: Path) -> None:
     took_part = [row.took_part for row in recording.ledger().parameters["0.weight"]]
     assert took_part == [False, False, True, True, True, True]
     reading.assert_rebuilds(tmp_path / "r")
-
-
-def test_memory_of_passes_without_backward_is_reused(tmp_path: Path) -> None:
-    """A forward whose backward never comes gives its buffer back as soon as its graph is gone."""
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    with Recorder(model, optimizer, tmp_path / "r") as recorder:
-        pool = recorder._tape.pool
-        for _ in range(50):
-            model(torch.randn(7, 5))
-        gc.collect()
-        assert sum(len(free) for free in pool._free.values()) <= 2
-
-
-def test_buffers_that_the_garbage_collector_frees_while_the_pool_counts() -> None:
-    """A new shape may come back in the middle of counting those that are free."""
-    faults: list[object] = []
-    pool = Pool(1 << 20)
-    hook, threshold = sys.unraisablehook, gc.get_threshold()
-    sys.unraisablehook = lambda fault: faults.append(fault.exc_value)
-    gc.set_threshold(1)
-    try:
-        for i in range(20_000):
-            cycle: list[object] = [pool.take(1 + i % 997, 1 + i % 89)]
-            cycle.append(cycle)
-            del cycle
-            pool.take(3 + i % 500, 2)
-    finally:
-        sys.unraisablehook = hook
-        gc.set_threshold(*threshold)
-    assert not faults
-
-
-def test_losses_kept_by_the_loop_keep_no_rows(tmp_path: Path) -> None:
-    """`losses.append(loss)` keeps every graph alive, but not the recorder's copies in it."""
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    kept = []
-    with Recorder(model, optimizer, tmp_path / "r") as recorder:
-        for _ in range(50):
-            optimizer.zero_grad()
-            value = loss(model, torch.randn(7, 5))
-            value.backward()
-            optimizer.step()
-            kept.append(value)
-        recorder._sink.commit()
-        free = sum(len(free) for free in recorder._tape.pool._free.values())
-        assert free == 50 * 4  # everything is back, though no graph is gone
 
 
 @pytest.mark.parametrize("dead", ["keys", "values"])

@@ -30,8 +30,6 @@ class WeightProbe:
         self._state: Pair = (0.0, 0.0)
         self._size: Pair = (0.0, 0.0)
         self._noise: Pair = (0.0, 0.0)
-        self._settings: tuple[object, ...] = ()
-        self._moves: tuple[_Six, _Six] = ((0.0,) * 6, (0.0,) * 6)
 
     def reset(self, step: int, state: Sequence[Pair]) -> None:
         """Take the real (probe, norm) of the parameter and of its buffer as they are."""
@@ -50,11 +48,8 @@ class WeightProbe:
         """
         if not row.took_part:
             return
-        settings = row[2:8], row.first
-        if settings != self._settings:
-            self._settings = settings
-            self._moves = _moves(row._replace(step=0, parameter="", scale=1.0))
-        (p, q, r, s, e, f), (ap, aq, ar, as_, ae, af) = self._moves
+        settings = row._replace(step=0, parameter="", scale=1.0)
+        (p, q, r, s, e, f), (ap, aq, ar, as_, ae, af) = _moves(settings)
         w, m = self._state
         self._state = p * w + q * m - e * probe, r * w + s * m - f * probe
         w, m = self._size
@@ -74,7 +69,7 @@ class WeightProbe:
         )
 
 
-@functools.lru_cache(maxsize=64)  # all parameters of a group move alike
+@functools.lru_cache(maxsize=64)  # all parameters of a group move alike, and most steps
 def _moves(row: LedgerRow) -> tuple[_Six, _Six]:
     """The ledger's A and B for a gradient taken as it is at the step, and their magnitudes."""
     a, b = row.transition()
