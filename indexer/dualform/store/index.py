@@ -167,7 +167,10 @@ class IndexManifest:
             )
         data = read_json(path, REBUILD)
         if data.get("format") != FORMAT:
-            raise NotFoundError(f"{directory} is not an index (format {data.get('format')!r})")
+            raise NotFoundError(
+                f"{directory} is not an index (format {data.get('format')!r}); of a recording, "
+                "build one with `dualform index build RECORDING INDEX`"
+            )
         version = data.get("version")
         if isinstance(version, int) and version > VERSION:
             raise VersionError(

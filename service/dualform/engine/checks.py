@@ -82,7 +82,8 @@ def contribution(
         )
     if unit is None or not 0 <= unit < layer.d_out:
         raise InvalidArgumentError(
-            f"unit is {unit}; layer {layer.name!r} has output units 0 to {layer.d_out - 1}",
+            f"unit is {unit}; rank_by='contribution' needs one of layer {layer.name!r}'s output "
+            f"units 0 to {layer.d_out - 1}",
             field="unit",
         )
     end = last_step(layer, ledger, at_step)
