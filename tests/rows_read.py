@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dualform.engine import flat, shards, topk
+from dualform.engine.memory import shards
+from dualform.engine.topk import flat
+from dualform.engine.topk import scan as topk
 
 
 def rows_read(monkeypatch: pytest.MonkeyPatch, ask: Callable[[], object]) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from dualform.engine.requests import Catalog
+from dualform.engine.messages.catalog import Catalog
 from dualform.serve import ServerConfig, ServerLimits
 from dualform.serve.server import Server, open_catalog
 

@@ -34,7 +34,7 @@ from dualform.client import (
     UnavailableError,
 )
 from dualform.engine.errors import CancelledError as EngineCancelledError
-from dualform.engine.requests import Catalog
+from dualform.engine.messages.catalog import Catalog
 
 from .memory import D_IN, Memory
 from .serving import free_port, serving
@@ -338,7 +338,7 @@ def test_deadlines(memory: Memory) -> None:
 
 
 def test_deadlines_locally(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dualform.engine.requests.Catalog", Slow)
+    monkeypatch.setattr("dualform.engine.messages.catalog.Catalog", Slow)
     with Client.local(memory.path) as client, pytest.raises(DeadlineExceededError) as caught:
         client.top_k("fc", ONE, timeout=0.2)
     assert "longer timeout=" in str(caught.value)
@@ -347,7 +347,7 @@ def test_deadlines_locally(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_given_up_asyncio_question_stops_the_local_scan(
     memory: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dualform.engine.requests.Catalog", Slow)
+    monkeypatch.setattr("dualform.engine.messages.catalog.Catalog", Slow)
 
     async def ask() -> None:
         async with AsyncClient.local(memory.path) as client:
@@ -367,7 +367,7 @@ def test_defects_are_internal_errors(memory: Memory, monkeypatch: pytest.MonkeyP
         pytest.raises(InternalError),
     ):
         client.top_k("fc", ONE)
-    monkeypatch.setattr("dualform.engine.requests.Catalog", Broken)
+    monkeypatch.setattr("dualform.engine.messages.catalog.Catalog", Broken)
     with Client.local(memory.path) as client:
         with pytest.raises(InternalError, match="ZeroDivisionError") as caught:
             client.top_k("fc", ONE)

@@ -23,7 +23,7 @@ from dualform.client import (
     Retry,
     UnavailableError,
 )
-from dualform.engine.requests import Catalog
+from dualform.engine.messages.catalog import Catalog
 
 from .memory import ROWS, Memory
 from .serving import free_port, serving

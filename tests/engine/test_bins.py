@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from synthetic import make_index
 
 from dualform.engine import Index
-from dualform.engine.bins import binned
 from dualform.engine.errors import InvalidArgumentError
+from dualform.engine.rows.bins import binned
 from dualform.v1 import attribution_pb2 as pb
 
 numbers = st.one_of(

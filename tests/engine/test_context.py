@@ -15,8 +15,8 @@ import torch
 from synthetic import make_index
 
 from dualform.engine import Index
+from dualform.engine.api.verify import verify_index
 from dualform.engine.errors import InvalidArgumentError
-from dualform.engine.verify import verify_index
 
 CONTEXTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),

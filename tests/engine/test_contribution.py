@@ -13,7 +13,7 @@ from synthetic import make_index
 
 from dualform.engine import Index
 from dualform.engine.errors import FailedPreconditionError, InvalidArgumentError
-from dualform.engine.exact import ExactDots
+from dualform.engine.memory.exact import ExactDots
 
 ROWS, D_IN, D_OUT, STEP_ROWS = 300, 6, 4, 20
 

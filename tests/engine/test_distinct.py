@@ -15,9 +15,9 @@ from synthetic import make_index
 import dualform.index.build as index_build
 import dualform.index.sketch as index_sketch
 from dualform.engine import Index
-from dualform.engine import candidates as engine_candidates
-from dualform.engine import shards as engine_shards
 from dualform.engine.errors import InvalidArgumentError
+from dualform.engine.memory import shards as engine_shards
+from dualform.engine.topk import candidates as engine_candidates
 from dualform.v1 import attribution_pb2 as pb
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from dualform.engine.exact import ExactDots, error_bound
+from dualform.engine.memory.exact import ExactDots, error_bound
 
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dualform.engine.errors import InvalidArgumentError
-from dualform.engine.filters import MAX_DEPTH, evaluate
+from dualform.engine.rows.filters import MAX_DEPTH, evaluate
 from dualform.v1 import attribution_pb2 as pb
 
 VALUES = {

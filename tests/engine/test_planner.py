@@ -10,11 +10,11 @@ import pytest
 from synthetic import make_index
 
 from dualform.engine import Index
-from dualform.engine import planner as engine_planner
-from dualform.engine.candidates import Ranking
 from dualform.engine.errors import InvalidArgumentError
-from dualform.engine.residency import resident
-from dualform.engine.topk import RankedRows
+from dualform.engine.memory.residency import resident
+from dualform.engine.plan import costs as engine_costs
+from dualform.engine.plan import planner as engine_planner
+from dualform.engine.topk.scan import RankedRows
 from dualform.v1 import attribution_pb2 as pb
 
 ROWS, D = 12_000, 300
@@ -88,9 +88,9 @@ def test_cold_keys_make_pruning_worth_more(low_rank: Path, monkeypatch: pytest.M
         assert resident(layer) == 1.0
         refused = {"certified": None, "flat": None, "scan": None}
         planner = engine_planner.Planner()
-        hot = planner.top_k(layer, Ranking(5, "largest"), 1, ROWS, refused, "auto").costs
-        monkeypatch.setattr(engine_planner, "resident", lambda layer: 0.0)
-        cold = planner.top_k(layer, Ranking(5, "largest"), 1, ROWS, refused, "auto").costs
+        hot = planner.top_k(layer, "largest", 5, 1, ROWS, refused, "auto").costs
+        monkeypatch.setattr(engine_costs, "resident", lambda layer: 0.0)
+        cold = planner.top_k(layer, "largest", 5, 1, ROWS, refused, "auto").costs
     read = ROWS * 4 * D / 0.3e9
     assert cold["flat"] - hot["flat"] == pytest.approx(read)
     assert cold["scan"] - hot["scan"] == pytest.approx(read)
@@ -102,12 +102,11 @@ def test_estimates_follow_the_machine(low_rank: Path) -> None:
     with Index.open(low_rank, device="cpu") as index:
         layer, planner = index.layers["fc"], engine_planner.Planner()
         refused = {"certified": None, "flat": None, "scan": None}
-        ranking = Ranking(5, "largest")
-        first = planner.top_k(layer, ranking, 1, ROWS, refused, "auto")
+        first = planner.top_k(layer, "largest", 5, 1, ROWS, refused, "auto")
         for _ in range(100):
-            plan = planner.top_k(layer, ranking, 1, ROWS, refused, "scan")
-            planner.learn(layer, ranking, 1, plan, None, 3 * first.costs["scan"])
-        again = planner.top_k(layer, ranking, 1, ROWS, refused, "auto")
+            plan = planner.top_k(layer, "largest", 5, 1, ROWS, refused, "scan")
+            planner.learn(layer, "largest", 5, 1, plan, None, 3 * first.costs["scan"])
+        again = planner.top_k(layer, "largest", 5, 1, ROWS, refused, "auto")
         assert again.costs["scan"] == pytest.approx(3 * first.costs["scan"], rel=0.01)
         assert again.strategy == first.strategy
 
@@ -151,8 +150,8 @@ def test_pruning_pays_for_few_rows_alone() -> None:
     rows, width = 1000, 4 * D
     for queries in (1, 8, 64, 1024):
         for faiss in (True, False):
-            assert engine_planner.pruning_pays(rows // 20, rows, width, queries, faiss)
-            assert not engine_planner.pruning_pays(rows, rows, width, queries, faiss)
+            assert engine_costs.pruning_pays(rows // 20, rows, width, queries, faiss)
+            assert not engine_costs.pruning_pays(rows, rows, width, queries, faiss)
 
 
 def test_explain_leaves_to_sketches_what_they_answer_sooner(

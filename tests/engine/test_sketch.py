@@ -16,12 +16,12 @@ from synthetic import make_index
 
 from dualform.client import parse_filter
 from dualform.engine import Index
-from dualform.engine import candidates as engine_candidates
-from dualform.engine import flat as engine_flat
-from dualform.engine import topk as engine_topk
-from dualform.engine.candidates import Candidates
 from dualform.engine.errors import InvalidArgumentError
-from dualform.engine.sketch import Basis, SketchedQueries
+from dualform.engine.memory.sketch import Basis, SketchedQueries
+from dualform.engine.topk import candidates as engine_candidates
+from dualform.engine.topk import flat as engine_flat
+from dualform.engine.topk import scan as engine_topk
+from dualform.engine.topk.candidates import Candidates
 from dualform.index.sketch import leading_directions, sketch
 
 

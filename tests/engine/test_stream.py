@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from synthetic import make_index
 
 from dualform.engine import Index
-from dualform.engine import shards as engine_shards
-from dualform.engine import stream as engine_stream
 from dualform.engine.errors import CancelledError, FailedPreconditionError
+from dualform.engine.memory import shards as engine_shards
+from dualform.engine.totals import streams as engine_stream
 
 
 @st.composite

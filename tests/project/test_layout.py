@@ -25,6 +25,12 @@ MAY_IMPORT = {
     "plot": {"client", "v1"},
     "cli": {"serve", "client", "plot", "engine", "record", "index", "store", "v1"},
 }
+# The rooms of the engine, from the lowest up; a file may use its own room and those before it.
+ROOMS = ["rows", "memory", "plan", "totals", "topk", "api", "messages"]
+# What all of them may use.
+COMMON = {"errors", "context", "threads"}
+MOST_FILES = 12
+MOST_LEVELS = 5
 # The remote client lives without torch and FAISS: it may import these inside functions only.
 LAZY_IN_CLIENT = {"dualform.engine", "dualform.store", "torch", "faiss", "pyarrow", "pandas"}
 
@@ -67,6 +73,46 @@ def test_a_part_imports_only_those_below_it(package: str) -> None:
             if ours and parts[1] not in MAY_IMPORT[package] | {package}:
                 wrong.append(f"{path.relative_to(ROOT)} imports {name}")
     assert not wrong
+
+
+ENGINE = ROOT / "service" / "dualform" / "engine"
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_only_those_below_it(room: str) -> None:
+    below = {*ROOMS[: ROOMS.index(room) + 1], *COMMON}
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in sorted((ENGINE / room).glob("*.py"))
+        for name in imports(ast.parse(path.read_text()))
+        if name.startswith("dualform.engine") and name.split(".")[2:3] not in [[r] for r in below]
+    ]
+    assert not wrong
+
+
+def test_every_file_of_the_engine_is_in_a_room() -> None:
+    assert {path.name for path in ENGINE.iterdir() if path.is_dir()} - {"__pycache__"} == set(ROOMS)
+    assert {path.stem for path in ENGINE.glob("*.py")} == {"__init__", *COMMON}
+    for room in ROOMS:
+        assert len(list((ENGINE / room).glob("*.py"))) - 1 <= MOST_FILES, room
+        says = ast.get_docstring(ast.parse((ENGINE / room / "__init__.py").read_text())) or ""
+        assert "May import" in says, f"{room} does not say what it may import"
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_has_few_levels(room: str) -> None:
+    uses = {
+        f"dualform.engine.{room}.{path.stem}": imports(ast.parse(path.read_text()))
+        for path in (ENGINE / room).glob("*.py")
+    }
+
+    def level(name: str, above: tuple[str, ...] = ()) -> int:
+        assert name not in above, f"{name} imports itself through {above}"
+        own = [level(other, (*above, name)) for other in uses[name] if other in uses]
+        return 1 + max(own, default=0)
+
+    levels = {name: level(name) for name in uses}
+    assert max(levels.values()) <= MOST_LEVELS, levels
 
 
 def test_the_client_imports_the_engine_lazily() -> None:

@@ -17,7 +17,7 @@ from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
-from dualform.engine.requests import Catalog, Limits
+from dualform.engine.messages.catalog import Catalog, Limits
 from dualform.serve import ServerConfig, ServerLimits
 from dualform.serve.server import Server
 from dualform.v1 import attribution_pb2 as pb

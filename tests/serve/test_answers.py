@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dualform.engine.index import Index
+from dualform.engine.api.index import Index
 from dualform.store import IndexManifest
 from dualform.v1 import attribution_pb2 as pb
 

@@ -99,7 +99,7 @@ def test_replacing_checks_again() -> None:
 
 
 def test_limits_have_the_engine_s_defaults() -> None:
-    from dualform.engine.requests import Limits
+    from dualform.engine.messages.catalog import Limits
 
     ours, engines = ServerLimits(), Limits()
     assert (ours.max_k, ours.max_queries, ours.max_message_mib) == (

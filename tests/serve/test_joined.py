@@ -16,7 +16,7 @@ import pytest
 from synthetic import make_index
 
 from dualform.engine.errors import InvalidArgumentError, ResourceExhaustedError
-from dualform.engine.requests import Catalog, Limits
+from dualform.engine.messages.catalog import Catalog, Limits
 from dualform.serve import ServerLimits
 from dualform.serve.joined import MOST_BYTES, JoinedScans
 from dualform.serve.scans import ScanQueue

@@ -23,7 +23,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from synthetic import make_index
 
-from dualform.engine.requests import Catalog
+from dualform.engine.messages.catalog import Catalog
 from dualform.serve import ServerLimits
 from dualform.v1 import attribution_pb2 as pb
 from dualform.v1 import attribution_pb2_grpc

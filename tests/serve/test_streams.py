@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from synthetic import make_index
 
-from dualform.engine.requests import Catalog
+from dualform.engine.messages.catalog import Catalog
 from dualform.serve import ServerLimits
 from dualform.v1 import attribution_pb2 as pb
 from dualform.v1 import attribution_pb2_grpc

@@ -1,8 +1,7 @@
 """Exact answers over an index: top-k, sums, dual output (docs/exactness.md)."""
 
-from dualform.engine.index import Index
-from dualform.engine.layer import Layer
-from dualform.engine.results import (
+from dualform.engine.api.index import Index
+from dualform.engine.api.results import (
     Coverage,
     DualOutput,
     Explanation,
@@ -10,7 +9,8 @@ from dualform.engine.results import (
     TopK,
     WeightsChunk,
 )
-from dualform.engine.verify import Damage, LayerReport, VerifyReport, verify_index
+from dualform.engine.api.verify import Damage, LayerReport, VerifyReport, verify_index
+from dualform.engine.memory.layer import Layer
 
 __all__ = [
     "Coverage",

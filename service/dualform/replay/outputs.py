@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from dualform.engine.output import left_behind
+from dualform.engine.totals.coefficients import left_behind
 from dualform.record.sink import State
 from dualform.replay.errors import ReplayError
 from dualform.replay.reducer import Pending

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from dualform.engine.context import own_settings
-from dualform.engine.weights import tile_weights
+from dualform.engine.memory.weights import tile_weights
 from dualform.record import StepBatch
 from dualform.record.sink import State
 from dualform.replay.errors import DivergedError, ReplayError

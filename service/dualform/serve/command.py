@@ -12,7 +12,7 @@ from dualform.serve import policy
 from dualform.serve.config import ConfigError, ServerConfig
 
 if TYPE_CHECKING:
-    from dualform.engine.requests import Catalog
+    from dualform.engine.messages.catalog import Catalog
 
 _LOG = logging.getLogger("dualform.serve")
 

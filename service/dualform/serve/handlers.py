@@ -16,7 +16,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from dualform.engine.errors import DataLossError, EngineError, InvalidArgumentError
-from dualform.engine.requests import Catalog
+from dualform.engine.messages.catalog import Catalog
 from dualform.serve.joined import MOST_BYTES, JoinedScans
 from dualform.serve.scans import ScanQueue, Stop
 from dualform.serve.status import abort, internal_error

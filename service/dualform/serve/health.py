@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from dualform.engine.requests import Catalog
+from dualform.engine.messages.catalog import Catalog
 from dualform.serve.handlers import SERVICE
 
 HEALTH_SERVICE = health.SERVICE_NAME

@@ -16,7 +16,7 @@ import grpc
 from grpc_reflection.v1alpha import reflection
 
 from dualform.engine.errors import CancelledError
-from dualform.engine.requests import Catalog, Limits
+from dualform.engine.messages.catalog import Catalog, Limits
 from dualform.serve.config import ConfigError, ServerConfig
 from dualform.serve.handlers import SERVICE, attribution_handlers
 from dualform.serve.health import HEALTH_SERVICE, HealthBoard

@@ -50,7 +50,7 @@ class LocalTransport:
                 f"device={device!r} is none of 'auto', 'cpu', 'cuda'", field="device"
             )
         try:
-            from dualform.engine.requests import Catalog
+            from dualform.engine.messages.catalog import Catalog
         except ImportError as error:
             raise FailedPreconditionError(
                 f"a local index needs the engine ({error}): pip install 'dualform[cpu]', or ask a "

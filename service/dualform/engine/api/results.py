@@ -1,0 +1,119 @@
+"""What the engine answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from dualform.engine.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """How many rows an answer covers.
+
+    Attributes:
+        rows: Rows that passed the filter (and lie before at_step).
+        total: Rows of the layer.
+        nonfinite: Of `rows`, those whose key is not finite: never ranked.
+    """
+
+    rows: int
+    total: int
+    nonfinite: int
+
+
+@dataclass(frozen=True)
+class TopK:
+    """The best rows, by (score in the order asked for, row id ascending).
+
+    Attributes:
+        rows: int64 [n, k] or [n, groups, k]; row ids, -1 where fewer rows match.
+        scores: float32, the same shape; NaN where fewer rows match.
+        groups: [groups], ascending, null last; None without group_by.
+        columns: Every metadata column of the rows, flattened row-major, null where padded.
+        counts: int64, the shape of rows: how many rows that took part share the row's value (in
+            its group); 0 where padded. None without distinct.
+        coverage: Rows taken into account.
+        plan: How the answer was found.
+    """
+
+    rows: np.ndarray
+    scores: np.ndarray
+    groups: pa.Array | None
+    columns: Mapping[str, pa.Array]
+    coverage: Coverage
+    plan: Plan
+    counts: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Total attention weight per group.
+
+    Attributes:
+        groups: [groups], ascending, null last.
+        values: float64 [n, groups].
+        counts: int64 [groups], rows per group.
+        coverage: Rows taken into account.
+        plan: How the answer was found.
+    """
+
+    groups: pa.Array
+    values: np.ndarray
+    counts: np.ndarray
+    coverage: Coverage
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class WeightsChunk:
+    """Attention weights of consecutive rows.
+
+    Attributes:
+        start: The first row's id.
+        weights: float32 [n, m], of rows start to start + m - 1.
+    """
+
+    start: int
+    weights: np.ndarray
+
+
+@dataclass(frozen=True)
+class DualOutput:
+    """A layer's output in dual form.
+
+    Attributes:
+        values: float32 [n, d_out] with the initial part, or the groups' parts [n, groups, d_out].
+        initial: float32 [n, d_out], what initial weights, biases and momentum buffers left behind.
+        trained: float32 [n, d_out], the output by the stored trained weights; None with at_step, or
+            where training did not end in an orderly way.
+        groups: [groups], ascending, null last; None without group_by.
+        counts: int64 [groups]; None without group_by.
+        coverage: Rows taken into account.
+        plan: How the answer was found.
+        residual: float32 [n, d_out], with group_by and at_step, without filter, where the whole
+            output starts from a stored state: the whole less `initial` and all parts, what
+            training's float32 rounded up to that state. None otherwise: parts add up without.
+    """
+
+    values: np.ndarray
+    initial: np.ndarray
+    trained: np.ndarray | None
+    groups: pa.Array | None
+    counts: np.ndarray | None
+    coverage: Coverage
+    plan: Plan
+    residual: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Several answers about one layer; None for what was not asked."""
+
+    top_k: TopK | None
+    sums: Sums | None
+    output: DualOutput | None

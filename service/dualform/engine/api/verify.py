@@ -1,0 +1,355 @@
+"""Verification: does what was recorded rebuild the trained weights?
+
+Per layer, in float64: W_T' = p W_0 + r m_0 + sum_t c_t E_t from the ledger's coefficients and the
+rows' outer products, compared with the stored W_T; the stored sum of the rows compared with theirs;
+and every state stored on the way against the rows since the one before it. Keys that are said to be
+equal are compared byte for byte. All files are hashed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dualform.engine.api.index import Index
+from dualform.engine.api.intervals import IntervalCheck
+from dualform.engine.context import own_settings
+from dualform.engine.errors import DataLossError
+from dualform.engine.memory.layer import Layer
+from dualform.engine.memory.shards import TILE_BYTES, Tile
+from dualform.engine.totals.coefficients import LayerCoefficients, left_behind, row_coefficients
+from dualform.engine.totals.row_parts import rebuild
+from dualform.store.errors import DamagedError
+from dualform.store.files import FileEntry, check_digest
+from dualform.store.index import REBUILD, IndexLayer, IndexManifest
+from dualform.store.ledger import InexactMark
+
+TOLERANCE = 1e-4
+"""Relative error up to which weights count as rebuilt: training rounds in float32 at every step."""
+
+SUM_TOLERANCE = 1e-6
+"""Of the sum of the terms' lengths, how far the stored sum of the rows may be off: rule 4."""
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A file that is not what was written.
+
+    Attributes:
+        file: Its name, relative to the index.
+        what: What was found.
+        layer: The layer whose file it is; None for files of all.
+        first_row, last_row: Row ids, both included, that a shard's file is about; None for others.
+    """
+
+    file: str
+    what: str
+    layer: str | None = None
+    first_row: int | None = None
+    last_row: int | None = None
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One layer's verdict.
+
+    Attributes:
+        layer: Its name.
+        ok: The weights rebuild within TOLERANCE, or there is a reason why they need not.
+        weight_error: |W_T' - W_T| / |W_T - W_0| in the Frobenius norm; None if not rebuilt.
+        bias_error: Likewise for the bias; None without one.
+        exact_steps: Steps from the start up to which the layer is exact: the largest at_step.
+        inexact: The recorder's marks: from which step on the rows do not add up, and why.
+        note: Why it was not rebuilt, or what is wrong; empty otherwise.
+        states: How many states were stored on the way.
+        bad_steps: The first two states (after how many steps) between which the rows do not add
+            up; None where they all do.
+    """
+
+    layer: str
+    ok: bool
+    weight_error: float | None
+    bias_error: float | None
+    exact_steps: int
+    inexact: tuple[InexactMark, ...]
+    note: str
+    states: int = 0
+    bad_steps: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """The verdict on an index.
+
+    Attributes:
+        path: The index.
+        ok: Every file is whole and every layer is ok.
+        damage: Every damaged file; empty where all are whole.
+        steps: Optimizer steps of the training run.
+        layers: Per layer.
+    """
+
+    path: str
+    ok: bool
+    damage: tuple[Damage, ...]
+    steps: int
+    layers: tuple[LayerReport, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        return asdict(self)
+
+
+@own_settings()
+def verify_index(
+    path: Path | str, progress: Callable[[int, int], None] | None = None
+) -> VerifyReport:
+    """Hash every file and rebuild every layer's weights.
+
+    A layer that is not exact throughout, or has no values, is not rebuilt, and says why; it counts
+    as ok, as it claims nothing. So does a recording that was cut short: its final weights are lost.
+    Where files are damaged, no layer is rebuilt.
+
+    Args:
+        path: The index.
+        progress: Called with (rows done, rows in all).
+
+    Raises:
+        StoreError: There is no index, or its manifest can't be read.
+    """
+    path = Path(path)
+    manifest = IndexManifest.load(path)
+    damage = [
+        Damage(entry.name, error.what, layer, *rows)
+        for entry, layer, rows in _files(manifest)
+        if (error := _damage(path, entry)) is not None
+    ]
+    if not damage:
+        try:
+            layers = _verify_layers(path, progress)
+            ok = all(own.ok for own in layers)
+            return VerifyReport(str(path), ok, (), manifest.steps, layers)
+        except DamagedError as error:  # whole, but its content is not what it must be
+            damage = [Damage(_name(path, error.path), error.what)]
+        except DataLossError as error:  # damaged since it was hashed
+            damage = [Damage(".", str(error))]
+    reports = tuple(
+        LayerReport(
+            layer=own.name,
+            ok=False,
+            weight_error=None,
+            bias_error=None,
+            exact_steps=_exact_steps(manifest.steps, own),
+            inexact=own.inexact,
+            note="not rebuilt: the index is damaged",
+        )
+        for own in manifest.layers.values()
+    )
+    return VerifyReport(str(path), False, tuple(damage), manifest.steps, reports)
+
+
+def _verify_layers(
+    path: Path, progress: Callable[[int, int], None] | None
+) -> tuple[LayerReport, ...]:
+    with Index.open(path, device="cpu", use_faiss=False) as index:
+        total = sum(layer.rows for layer in index.layers.values())
+        done = 0
+
+        def advance(rows: int) -> None:
+            nonlocal done
+            done += rows
+            if progress is not None:
+                progress(done, total)
+
+        return tuple(_verify_layer(index, layer, advance) for layer in index.layers.values())
+
+
+def _verify_layer(index: Index, layer: Layer, advance: Callable[[int], None]) -> LayerReport:
+    own = layer.manifest
+    first_mark = min(own.inexact, key=lambda mark: mark.from_step, default=None)
+    exact_steps = _exact_steps(index.steps, own)
+    note = ""
+    if first_mark is not None:
+        note = f"not exact from step {first_mark.from_step} on: {first_mark.reason}"
+    elif not own.values:
+        note = "indexed without values: weights can't be rebuilt"
+    elif own.final is None:
+        note = "the recording was cut short: there are no final weights to compare with"
+    whole = not note
+    check = IntervalCheck(index, layer, final=whole, up_to=exact_steps, tolerance=TOLERANCE)
+
+    def watch(tile: Tile) -> None:
+        check.add(tile)
+        advance(len(tile.positions))
+
+    weight_error = bias_error = None
+    faults = []
+    wanted = layer.space.steps < check.last_step
+    everything = own.values and first_mark is None
+    if everything:
+        weight_error, bias_error, off = _rebuild(index, layer, watch)
+        if not all(error is None or error <= TOLERANCE for error in (weight_error, bias_error)):
+            faults.append(f"the rows do not rebuild the weights to {TOLERANCE:g}")
+        faults += [f"the stored sum of the rows is not theirs: {name} is off" for name in off]
+    elif own.values and check.last_step > 0:
+        for shard in layer.shards:
+            inside = wanted[shard.start : shard.start + shard.rows]
+            for tile in shard.tiles(inside, 1, values=True):
+                watch(tile)
+    if not everything:
+        advance(layer.rows - (int(np.count_nonzero(wanted)) if own.values else 0))
+    if own.values:
+        check.finish()
+    if check.bad is not None:
+        faults.append(
+            f"steps {check.bad.first} to {check.bad.last} do not add up: {check.bad.what} is off "
+            f"by {check.bad.error:.2g}"
+        )
+    unequal = _first_unequal(layer)
+    if unequal is not None:
+        faults.append(f"row {unequal} has not the key of the row that stands for it")
+    return LayerReport(
+        layer=own.name,
+        ok=not faults,
+        weight_error=weight_error,
+        bias_error=bias_error,
+        exact_steps=exact_steps,
+        inexact=own.inexact,
+        note="; ".join([*faults, *([note] if note else [])]),
+        states=len(own.states),
+        bad_steps=None if check.bad is None else (check.bad.first, check.bad.last),
+    )
+
+
+def _rebuild(
+    index: Index, layer: Layer, watch: Callable[[Tile], None]
+) -> tuple[float | None, float | None, list[str]]:
+    """Rebuild the weight and the bias from the initial state and all rows.
+
+    Returns:
+        Their errors, None without final weights, and the parameters of which the stored sum of the
+        rows is not what it must be.
+    """
+    own = layer.manifest
+    coefficients = index.ledger_coefficients(own.name, index.steps)
+    everything = np.ones(layer.rows, bool)
+    terms = np.zeros(2)
+
+    def add(tile: Tile) -> None:
+        watch(tile)
+        terms[:] += _lengths(layer, coefficients, tile)
+
+    device = torch.device("cpu")
+    weight, bias = rebuild(layer, coefficients, None, everything, device, watch=add)
+    sums = {own.weight: weight[0].numpy()}
+    if own.bias is not None and bias is not None:
+        sums[own.bias] = bias[0].numpy()
+    stored = index.state(own.name, "rebuilt")
+    off = [
+        name
+        for (name, total), size in zip(sums.items(), terms, strict=False)
+        if stored is not None and not _agree(stored.get(name), total, size)
+    ]
+    initial, final = index.state(own.name, "initial"), index.state(own.name, "final")
+    assert initial is not None
+    if final is None:
+        return None, None, off
+    rebuilt = left_behind(initial, own.weight, coefficients.weight) + sums[own.weight]
+    weight_error = _relative(rebuilt, final[own.weight], initial[own.weight])
+    if own.bias is None or coefficients.bias is None:
+        return weight_error, None, off
+    rebuilt = left_behind(initial, own.bias, coefficients.bias) + sums[own.bias]
+    return weight_error, _relative(rebuilt, final[own.bias], initial[own.bias]), off
+
+
+def _first_unequal(layer: Layer) -> int | None:
+    """The id of a row whose key is not, byte for byte, that of the first with the same key."""
+    if layer.first_equal is None:
+        return None
+    step = max(1, TILE_BYTES // (4 * layer.d_in))
+    places = np.flatnonzero(layer.first_equal != np.arange(layer.rows))
+    for start in range(0, len(places), step):
+        own = places[start : start + step]
+        first, which = np.unique(layer.first_equal[own], return_inverse=True)
+        keys, others = (layer.keys_at(p).view(torch.int32) for p in (own, first.astype(np.int64)))
+        equal = (keys == others[torch.from_numpy(which)]).all(1)
+        if not equal.all():
+            return int(layer.space.ids[own[int(equal.int().argmin())]])
+    return None
+
+
+def _lengths(layer: Layer, coefficients: LayerCoefficients, tile: Tile) -> tuple[float, float]:
+    """Of a tile's terms: |c| |e| |x| of the weight, |c'| |e| of the bias, added up."""
+    assert tile.values is not None
+    of_weight, of_bias = row_coefficients(layer, coefficients, tile.positions, tile.keys.device)
+    values = torch.linalg.vector_norm(tile.values, dim=1).double()
+    keys = torch.linalg.vector_norm(tile.keys, dim=1).double()
+    bias = 0.0 if of_bias is None else float(of_bias.abs() @ values)
+    return float((of_weight.abs() * keys) @ values), bias
+
+
+def _agree(stored: np.ndarray | None, total: np.ndarray, terms: float) -> bool:
+    if stored is None or stored.shape != total.shape:
+        return False
+    return bool(np.linalg.norm(stored - total) <= SUM_TOLERANCE * terms)
+
+
+def _relative(rebuilt: np.ndarray, final: np.ndarray, initial: np.ndarray) -> float:
+    """|rebuilt - final| / |final - initial|; 0 where all three agree and nothing was learned."""
+    final = final.astype(np.float64)
+    error = float(np.linalg.norm(rebuilt - final))
+    moved = float(np.linalg.norm(final - initial.astype(np.float64)))
+    return error / moved if moved > 0 else (0.0 if error == 0 else np.inf)
+
+
+def _exact_steps(steps: int, layer: IndexLayer) -> int:
+    return min([steps, *(mark.from_step for mark in layer.inexact)])
+
+
+_Rows = tuple[int, int] | tuple[None, None]
+
+
+def _files(manifest: IndexManifest) -> Iterator[tuple[FileEntry, str | None, _Rows]]:
+    """Every file that the manifest names, with the layer and the row ids that it is about."""
+    for entry in _entries([manifest.ledger, manifest.examples]):
+        yield entry, None, (None, None)
+    for space in manifest.spaces:
+        for place in space.shards:
+            yield place.sidecar, None, (place.start, place.start + place.rows - 1)
+    for layer in manifest.layers.values():
+        own = [getattr(layer, field.name) for field in fields(layer) if field.name != "shards"]
+        for entry in _entries(own):
+            yield entry, layer.name, (None, None)
+        places = manifest.spaces[layer.space].shards
+        for place, shard in zip(places, layer.shards, strict=True):
+            for entry in _entries(shard):
+                yield entry, layer.name, (place.start, place.start + place.rows - 1)
+
+
+def _entries(value: object) -> Iterator[FileEntry]:
+    """Every FileEntry in a part of the manifest: a kind of file that comes later is checked too."""
+    if isinstance(value, FileEntry):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _entries(item)
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from _entries(getattr(value, field.name))
+
+
+def _damage(path: Path, entry: FileEntry) -> DamagedError | None:
+    try:
+        check_digest(path, entry, REBUILD)
+    except DamagedError as error:
+        return error
+    return None
+
+
+def _name(directory: Path, file: Path) -> str:
+    return file.relative_to(directory).as_posix() if file.is_relative_to(directory) else str(file)

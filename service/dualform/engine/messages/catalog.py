@@ -1,0 +1,282 @@
+"""A request message in, a response message out: what the server and the SDK's local mode share."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from dualform.engine.api.index import Index
+from dualform.engine.errors import (
+    CancelledError,
+    DataLossError,
+    EngineError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NotFoundError,
+    ResourceExhaustedError,
+)
+from dualform.engine.messages import answers
+from dualform.engine.messages.batching import answer_together
+from dualform.engine.messages.limits import Limits
+from dualform.store.errors import DamagedError, StoreError, VersionError
+from dualform.store.errors import NotFoundError as StoreNotFoundError
+from dualform.v1 import attribution_pb2 as pb
+
+__all__ = ["Catalog", "Limits"]
+
+Stop = Callable[[], bool]
+
+_LOG = logging.getLogger("dualform.engine")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+# Questions to one index, each answered by a function of its own.
+_QUESTIONS: dict[type[Any], Callable[[Index, Any, Limits, Stop | None], Any]] = {
+    pb.TopKRequest: answers.about_rows,
+    pb.SumsRequest: answers.about_rows,
+    pb.DualOutputRequest: answers.about_rows,
+    pb.ExplainRequest: answers.explain,
+    pb.GetExamplesRequest: answers.examples,
+}
+
+
+class Catalog:
+    """The indexes that are served, by name. Thread-safe.
+
+    Args:
+        paths: Index directories. One that cannot be opened stays listed as damaged, with the
+            reason; the others answer.
+        limits: What one request may ask for.
+        device: "auto", "cpu" or "cuda".
+        use_faiss: Whether FAISS proposes top-k rows; answers are the same without.
+
+    Raises:
+        ValueError: No index at all, or a name that is not letters, digits, "_", ".", "-".
+    """
+
+    def __init__(
+        self,
+        paths: Mapping[str, Path],
+        *,
+        limits: Limits | None = None,
+        device: str = "auto",
+        use_faiss: bool = True,
+    ) -> None:
+        if not paths:
+            raise ValueError("no index to serve; name at least one")
+        for name in paths:
+            if not _NAME.fullmatch(name):
+                raise ValueError(
+                    f"{name!r} cannot name an index: at most 100 letters, digits, '_', '.' and '-' "
+                    "are allowed; say NAME=PATH"
+                )
+        self.limits = limits or Limits()
+        self._entries = {
+            name: _open(name, Path(path), device, use_faiss) for name, path in paths.items()
+        }
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._entries)
+
+    def damage(self, name: str) -> str | None:
+        """What is wrong with an index, or None. Knows what was met so far; `verify` looks."""
+        return self._entries[name].damage
+
+    def verify(self, name: str, stop: Stop | None = None) -> None:
+        """Hash every file of an index that is open; `damage` then tells what was found.
+
+        Args:
+            name: One of `names`.
+            stop: Returns True once nobody wants to know any more.
+        """
+        index = self._entries[name].index
+        if index is None:
+            return
+        try:
+            index.verify_files(stop)
+        except (DataLossError, CancelledError) as error:
+            _LOG.debug("checking the files of index %s ended: %s", name, error)
+
+    def answer(self, request: Any, stop: Stop | None = None) -> Any:
+        """Answer one request message of `dualform.v1.AttributionService`.
+
+        Args:
+            request: Any of the service's request messages.
+            stop: Returns True once nobody waits for the answer; asked between tiles.
+
+        Returns:
+            The response message that belongs to the request's type.
+
+        Raises:
+            EngineError: The subclass says which gRPC code it is.
+            TypeError: Not a request of this service.
+        """
+        if isinstance(request, pb.ListIndexesRequest):
+            return self._list_indexes()
+        if isinstance(request, pb.GetIndexRequest):
+            return self._get_index(request.index)
+        question = _QUESTIONS.get(type(request))
+        if question is None:
+            raise TypeError(f"{type(request).__name__} is no request of AttributionService")
+        with _store_errors_translated():
+            response = question(self._open_index(request.index), request, self.limits, stop)
+        self.limits.check_answer(response.ByteSize(), "ask for less at a time")
+        return response
+
+    def answer_together(self, requests: Sequence[Any], stop: Stop | None = None) -> list[Any]:
+        """Answer requests that differ in nothing but their queries, each as `answer` would.
+
+        Args:
+            requests: TopKRequests, SumsRequests or DualOutputRequests.
+            stop: Returns True once nobody waits for any of the answers.
+
+        Returns:
+            A response message or an EngineError for each.
+
+        Raises:
+            EngineError: What is wrong with all of them.
+        """
+        with _store_errors_translated():
+            index = self._open_index(requests[0].index)
+            return answer_together(index, requests, self.limits, stop)
+
+    def stream(self, request: Any, stop: Stop | None = None) -> Iterator[Any]:
+        """Answer a request whose answer comes in parts: a StreamWeightsRequest.
+
+        Args:
+            request: What is checked before this returns.
+            stop: As for `answer`.
+
+        Returns:
+            Response messages, computed as they are asked for; each may raise EngineError.
+
+        Raises:
+            EngineError: The subclass says which gRPC code it is.
+        """
+        with _store_errors_translated():
+            parts = answers.stream_weights(
+                self._open_index(request.index), request, self.limits, stop
+            )
+
+        def translated() -> Iterator[Any]:
+            while True:
+                with _store_errors_translated():
+                    part = next(parts, None)
+                if part is None:
+                    return
+                yield part
+
+        return translated()
+
+    def close(self) -> None:
+        """Close every index. Nothing may be answering any more."""
+        for entry in self._entries.values():
+            if entry.index is not None:
+                entry.index.close()
+
+    def _list_indexes(self) -> pb.ListIndexesResponse:
+        return pb.ListIndexesResponse(
+            indexes=[
+                pb.IndexSummary(name=name, health=entry.health, health_reason=entry.damage or "")
+                for name, entry in self._entries.items()
+            ],
+            limits=self._limits_message(),
+        )
+
+    def _get_index(self, name: str) -> pb.GetIndexResponse:
+        name, entry = self._find(name)
+        info = pb.IndexInfo(name=name, health=entry.health, health_reason=entry.damage or "")
+        index = entry.index
+        if index is not None:
+            info.steps = index.steps
+            info.optimizer = index.optimizer
+            info.layers.extend(answers.layer_info(layer) for layer in index.layers.values())
+        return pb.GetIndexResponse(index=info, limits=self._limits_message())
+
+    def _limits_message(self) -> pb.Limits:
+        return pb.Limits(
+            max_k=self.limits.max_k,
+            max_queries=self.limits.max_queries,
+            max_message_bytes=self.limits.max_message_bytes,
+        )
+
+    def _find(self, name: str) -> tuple[str, _Entry]:
+        served = ", ".join(self._entries)
+        if not name:
+            if len(self._entries) > 1:
+                raise InvalidArgumentError(
+                    f"several indexes are served; name one of them: {served}", field="index"
+                )
+            name = next(iter(self._entries))
+        entry = self._entries.get(name)
+        if entry is None:
+            raise NotFoundError(
+                f"no index {name!r} is served; there are: {served}",
+                field="index",
+                reason="UNKNOWN_INDEX",
+            )
+        return name, entry
+
+    def _open_index(self, name: str) -> Index:
+        name, entry = self._find(name)
+        if entry.error is not None:
+            raise type(entry.error)(
+                f"index {name!r} is not served: {entry.error}", reason=entry.error.reason
+            )
+        if entry.index is None or entry.damage is not None:
+            raise DataLossError(f"index {name!r} is damaged: {entry.damage}")
+        return entry.index
+
+
+class _Entry:
+    """One name: an open index, or why there is none."""
+
+    def __init__(self, index: Index | None, error: EngineError | None) -> None:
+        self.index = index
+        self.error = error
+
+    @property
+    def damage(self) -> str | None:
+        if self.error is not None:
+            return str(self.error)
+        return None if self.index is None else self.index.damage
+
+    @property
+    def health(self) -> pb.Health:
+        return pb.HEALTH_SERVING if self.damage is None else pb.HEALTH_DAMAGED
+
+
+def _open(name: str, path: Path, device: str, use_faiss: bool) -> _Entry:
+    try:
+        with _store_errors_translated():
+            return _Entry(Index.open(path, device=device, use_faiss=use_faiss), None)
+    except EngineError as error:
+        return _Entry(None, error)
+    except (OSError, ValueError) as error:
+        return _Entry(None, DataLossError(f"{path} cannot be opened: {error}"))
+    except Exception as error:
+        # One index must never keep the others from being served.
+        _LOG.exception("index %s at %s cannot be opened", name, path)
+        return _Entry(None, DataLossError(f"{path} cannot be opened: {error!r}"))
+
+
+@contextmanager
+def _store_errors_translated() -> Iterator[None]:
+    try:
+        yield
+    except DamagedError as error:
+        raise DataLossError(str(error)) from error
+    except VersionError as error:
+        raise FailedPreconditionError(str(error), reason="NEWER_VERSION") from error
+    except StoreNotFoundError as error:
+        raise NotFoundError(str(error), reason="UNKNOWN_INDEX") from error
+    except StoreError as error:
+        raise FailedPreconditionError(str(error)) from error
+    except MemoryError as error:
+        raise ResourceExhaustedError(
+            "there is not enough memory for this answer; ask for less at a time",
+            reason="OUT_OF_MEMORY",
+        ) from error

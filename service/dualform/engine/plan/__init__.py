@@ -1,0 +1,4 @@
+"""Which way to answer a question, and what each way would cost.
+
+May import `memory` and what lies below it.
+"""

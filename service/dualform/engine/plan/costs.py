@@ -1,0 +1,129 @@
+"""What each way to answer costs: a model in seconds, with measured constants.
+
+Costs are seconds on the two cores that docs/benchmarks.md describes.
+docs/decisions/0010-planner.md has the measurements.
+"""
+
+from __future__ import annotations
+
+from dualform.engine.memory.layer import Layer
+from dualform.engine.memory.residency import resident
+
+# Seconds per byte of keys: read once, for each of the first eight queries, for each further one.
+_SCAN = (0.086e-9, 0.014e-9, 0.004e-9)
+_FLAT = (0.062e-9, 0.009e-9, 0.002e-9)
+# Rows that sketches leave lie apart: each costs more than in a scan.
+_SCATTERED = 1.6
+# Seconds per row that sketches leave and query: its score is compared with what is known so far.
+_PAIR = 2e-8
+# Seconds per row for its sketch, and for each query.
+_SKETCH = (1.3e-8, 1.2e-9)
+# Seconds per row to return: kept as a candidate and scored exactly; by FAISS's heaps, per shard.
+_CANDIDATE = 4e-6
+_FLAT_HIT = 6e-7
+# Seconds per row to be counted with the rows of the same key.
+_COUNTED = 2e-8
+# Outputs add float64 products of the values too.
+_OUTPUT = 2.0
+# Seconds per byte of a key sum or of a product with a weight.
+_PRODUCT = 0.3e-9
+_CALL = 1e-4
+# Seconds per byte that the page cache does not hold; rows that lie apart bring whole pages.
+_DISK = 1 / 0.3e9
+_PAGE = 4096
+
+PRUNED_QUERIES = 32
+"""So many queries are pruned together: of more, too many rows matter to one or another, and their
+bounds take memory."""
+
+
+def scan_seconds(size: float, queries: int) -> float:
+    """To multiply `size` bytes of keys with so many queries."""
+    return _seconds(_SCAN, size, queries)
+
+
+def flat_seconds(size: float, queries: int) -> float:
+    """For FAISS to search `size` bytes of keys."""
+    return _seconds(_FLAT, size, queries)
+
+
+def left_seconds(rows: float, width: int, queries: int) -> float:
+    """To score so many rows that sketches left, of so many bytes each."""
+    return _SCATTERED * scan_seconds(rows * width, queries) + _PAIR * rows * queries
+
+
+def pruning_pays(kept: int, rows: int, width: int, queries: int, faiss: bool) -> bool:
+    """Whether reading what sketches left of a shard is cheaper than searching all of it.
+
+    Args:
+        kept, rows: How many rows are left, and how many take part.
+        width: Bytes of a key.
+        queries: How many.
+        faiss: Whether FAISS would search the shard.
+    """
+    whole = flat_seconds if faiss else scan_seconds
+    return left_seconds(kept, width, queries) < whole(rows * width, queries)
+
+
+def joined_seconds(rows: int, queries: int) -> float:
+    """To look for the best rows among the products that another answer's scan makes anyway."""
+    return _PAIR * rows * queries
+
+
+def top_k_seconds(
+    layer: Layer, hits: int, queries: int, rows: int, kept: float
+) -> dict[str, float]:
+    """For a top-k, by strategy.
+
+    Args:
+        layer: Whose memory.
+        hits: Rows to return per query.
+        queries: How many.
+        rows: How many rows take part.
+        kept: Share of the rows that sketches are expected to leave.
+    """
+    size, returned = rows * 4 * layer.d_in, queries * hits
+    cold = (1 - resident(layer)) * size * _DISK
+    blocks = -(-queries // PRUNED_QUERIES)
+    seconds = {
+        "scan": scan_seconds(size, queries) + cold + _CANDIDATE * returned,
+        "flat": flat_seconds(size, queries) + cold + _FLAT_HIT * returned * len(layer.shards),
+        "certified": rows * (_SKETCH[0] * blocks + _SKETCH[1] * queries)
+        + blocks * left_seconds(kept * rows, 4 * layer.d_in, queries // blocks)
+        + min(1.0, kept * max(1.0, _PAGE / (4 * layer.d_in))) * cold
+        + _CANDIDATE * returned,
+    }
+    return {name: own + _CALL for name, own in seconds.items()}
+
+
+def key_sums_seconds(layer: Layer, queries: int, runs: int) -> float:
+    """For sums from so many runs' key sums."""
+    return _CALL + _PRODUCT * runs * 8 * layer.d_in * queries
+
+
+def sums_seconds(layer: Layer, queries: int, rows: int) -> float:
+    """For sums by a scan of so many rows."""
+    size = rows * 4 * layer.d_in
+    return _CALL + scan_seconds(size, queries) + (1 - resident(layer)) * size * _DISK
+
+
+def distinct_keys_seconds(layer: Layer, queries: int, rows: int, keys: int) -> float:
+    """For sums over so many rows, which have so many distinct keys."""
+    key = 4 * layer.d_in
+    cold = (1 - resident(layer)) * keys * max(key, _PAGE) * _DISK
+    return _CALL + _COUNTED * rows + _SCATTERED * scan_seconds(keys * key, queries) + cold
+
+
+def output_costs(layer: Layer, queries: int, rows: int) -> dict[str, float]:
+    """Estimated seconds for outputs: from the rebuilt weight, or by a scan of so many rows."""
+    size = rows * 4 * (layer.d_in + layer.d_out)
+    cold = (1 - resident(layer)) * size * _DISK
+    return {
+        "rebuilt": _CALL + _PRODUCT * 8 * layer.d_in * layer.d_out * queries,
+        "scan": _CALL + _OUTPUT * scan_seconds(size, queries) + cold,
+    }
+
+
+def _seconds(pace: tuple[float, float, float], size: float, queries: int) -> float:
+    once, few, more = pace
+    return size * (once + few * min(queries, 8) + more * max(queries - 8, 0))

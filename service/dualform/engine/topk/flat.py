@@ -1,0 +1,43 @@
+"""FAISS flat search of one shard, as a proposer of rows.
+
+`faiss.knn` runs IndexFlatIP's own search on the mapped keys. Its scores depend on batch size and
+thread count in their last bits, and ties come back in any order: what it returns is proposals.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from dualform.engine.memory.shards import Shard, Stop, check_stop
+
+MAX_K = 2048
+"""Above this FAISS's heaps cost more than the scan they save."""
+
+
+def search(
+    shard: Shard, queries: torch.Tensor, k: int, stop: Stop | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """The shard's rows with the largest float32 inner products.
+
+    Args:
+        shard: All of its keys finite.
+        queries: float32 [n, d].
+        k: Rows per query; cut to the shard's rows.
+        stop: Asked before the search.
+
+    Returns:
+        Scores, float32 [n, k], descending, and rows inside the shard, int64 [n, k].
+    """
+    check_stop(stop)
+    import faiss
+
+    # Small batches leave BLAS by default, up to eight times slower. It is a setting of the whole
+    # process, which somebody else may have changed since the last search.
+    if hasattr(faiss.cvar, "distance_compute_blas_threshold"):
+        faiss.cvar.distance_compute_blas_threshold = 1
+    keys = shard.keys.rows().numpy()
+    scores, rows = faiss.knn(
+        queries.numpy(), keys, min(k, shard.rows), metric=faiss.METRIC_INNER_PRODUCT
+    )
+    return np.asarray(scores), np.asarray(rows)

@@ -1,0 +1,328 @@
+"""Top-k by attention weight or contribution: proposed in float32, answered by exact score.
+
+FAISS, sketches, or a scan over tiles propose every row whose float32 score could belong to the k
+best, given how far such a score can be from the exact one. Proposals are then scored exactly and
+ordered by (score, row id). So the answer depends on neither the order of summation, nor on shards,
+tiles, batches, threads, devices or strategies.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from dualform.engine.memory.layer import Layer
+from dualform.engine.memory.shards import Shard, Stop, Tile, as_slice, check_stop, tile_rows
+from dualform.engine.memory.sketch import SketchedQueries, best_rows
+from dualform.engine.memory.weights import needs_float64, tile_weights
+from dualform.engine.plan.costs import PRUNED_QUERIES, pruning_pays
+from dualform.engine.threads import over_shards
+from dualform.engine.topk import flat
+from dualform.engine.topk.candidates import Candidates, Ranking, merit
+
+_QUERY_BLOCK = 256
+_SPAN = 1 << 22
+"""Bounds of neighbouring shards, queries times rows, that are looked at together."""
+
+_FAISS_SLACK = 32
+_FEW_QUERIES = 8
+# With more groups than this in a shard, finding each one's best rows by sketch costs too much.
+_SEEDED_GROUPS = 64
+
+
+def sketches_apply(layer: Layer, ranking: Ranking, device: torch.device) -> str | None:
+    """Why sketches can't answer this question; None where they can."""
+    if layer.basis is None:
+        return f"layer {layer.name!r} has no sketches"
+    if ranking.contribution is not None:
+        return "sketches bound attention weights, not contributions"
+    return None if device.type == "cpu" else "sketches are read on the CPU alone"
+
+
+def faiss_applies(ranking: Ranking, whole: bool, device: torch.device) -> str | None:
+    """Why FAISS can't answer this question, of all rows or not; None where it can."""
+    for given, what in (
+        (ranking.grouping, "group_by"),
+        (ranking.contribution, "contributions"),
+        (ranking.distinct, "distinct"),
+    ):
+        if given is not None:
+            return f"FAISS proposes rows by weight, without {what}"
+    if ranking.order == "absolute":
+        return "FAISS knows no absolute order"
+    if not whole:
+        return "FAISS searches whole shards, not what a filter leaves of them"
+    if device.type != "cpu":
+        return "FAISS searches on the CPU alone"
+    most = flat.MAX_K - _FAISS_SLACK
+    return None if ranking.k <= most else f"k is {ranking.k:,}; FAISS is asked for at most {most:,}"
+
+
+class Scan:
+    """One top-k question to one layer.
+
+    Args:
+        layer: Whose memory.
+        queries: float32 [n, d_in], finite.
+        ranking: What is ranked.
+        device: Where tiles are multiplied.
+        strategy: "certified", "flat" or "scan"; one that applies.
+        faiss: Whether FAISS applies: then it takes over where sketches prune badly.
+        stop: Asked between tiles.
+
+    Attributes:
+        asked: Rows that sketches were asked about.
+        kept: Rows of these that they could not rule out.
+    """
+
+    def __init__(
+        self,
+        layer: Layer,
+        queries: torch.Tensor,
+        ranking: Ranking,
+        device: torch.device,
+        strategy: str,
+        faiss: bool,
+        stop: Stop | None,
+    ) -> None:
+        self._layer = layer
+        self._queries = queries
+        self._ranking = ranking
+        self._device = device
+        self._use_sketches = strategy == "certified"
+        self._use_faiss = strategy == "flat" or (strategy == "certified" and faiss)
+        self._stop = stop
+        self.asked = self.kept = 0
+
+    def run(self, selected: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Answer over the selected rows, bool [total], none of them with a key that is not finite.
+
+        Returns:
+            Positions, int64 [n * groups, k], -1 where fewer rows match, and scores, float32 of the
+            same shape, NaN there.
+        """
+        blocks, rest = [], self._queries
+        while len(rest):
+            size = PRUNED_QUERIES if self._use_sketches else _QUERY_BLOCK
+            blocks.append(self._run_block(rest[:size], selected))
+            rest = rest[size:]
+        positions, scores = zip(*blocks, strict=True)
+        return np.concatenate(positions), np.concatenate(scores)
+
+    def _run_block(
+        self, queries: torch.Tensor, selected: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        ranking = self._ranking
+        best = Candidates(self._layer, queries, ranking)
+        searched = []
+        for shard in self._unpruned(queries, selected, best):
+            own = selected[shard.start : shard.start + shard.rows]
+            if self._use_faiss and own.all() and not needs_float64(best.query_norms, shard):
+                searched.append(shard)
+            else:
+                self._scan(shard, own, queries, best)
+        proposed = self._search(searched, queries, best)
+        for shard, last in zip(searched, proposed, strict=True):
+            # What FAISS left out is no better than its last proposal.
+            unsure = np.flatnonzero(last + best.error >= best.limits()[:, 0])
+            if shard.rows > ranking.k + _FAISS_SLACK and unsure.size:
+                best.forget(unsure, shard.start, shard.start + shard.rows)
+                everything = np.ones(shard.rows, bool)
+                self._scan(shard, everything, queries, best, unsure)
+        return best.result()
+
+    def _search(
+        self, shards: list[Shard], queries: torch.Tensor, best: Candidates
+    ) -> list[np.ndarray]:
+        """Propose what FAISS finds in these shards; each one's last merits, float32 [n]."""
+        signed = -queries if self._ranking.order == "smallest" else queries
+        k = self._ranking.k + _FAISS_SLACK
+
+        def search(shard: Shard) -> tuple[np.ndarray, np.ndarray]:
+            return flat.search(shard, signed, k, self._stop)
+
+        last = []
+        for shard, found in zip(shards, over_shards(search, shards, len(queries)), strict=True):
+            merits, inside = found
+            best.add_matrix(merits, inside + shard.start)
+            last.append(merits[:, -1])
+        return last
+
+    def _unpruned(
+        self, queries: torch.Tensor, selected: np.ndarray, best: Candidates
+    ) -> list[Shard]:
+        """Propose rows by sketches, and say which shards are left to be searched."""
+        basis = self._layer.basis
+        if basis is None or not self._use_sketches:
+            return list(self._layer.shards)
+        sketched = SketchedQueries(queries, basis, self._ranking.order)
+        left: list[Shard] = []
+        spans: list[list[Shard]] = []
+        room = 0
+        for shard in self._layer.shards:
+            rows = int(np.count_nonzero(selected[shard.start : shard.start + shard.rows]))
+            if rows == 0:
+                continue
+            if needs_float64(best.query_norms, shard):
+                left.append(shard)
+                room = 0
+                continue
+            room -= rows * len(queries)
+            if room < 0:
+                spans.append([])
+                room = _SPAN - rows * len(queries)
+            spans[-1].append(shard)
+        for number, span in enumerate(spans):
+            if not self._scan_pruned(span, selected, queries, sketched, best):
+                # What follows searches these shards whole, and offers everything again.
+                self._use_sketches = False
+                last = span[-1].start + span[-1].rows
+                best.forget(np.arange(len(queries)), span[0].start, last)
+                return left + [shard for rest in spans[number:] for shard in rest]
+        return left
+
+    def _scan_pruned(
+        self,
+        span: list[Shard],
+        selected: np.ndarray,
+        queries: torch.Tensor,
+        sketched: SketchedQueries,
+        best: Candidates,
+    ) -> bool:
+        """Propose the rows of neighbouring shards that their sketches can't rule out, if it pays.
+
+        Returns:
+            Whether it did; otherwise they are still to be searched.
+        """
+        check_stop(self._stop)
+        where, parts, counts = _asked(span, selected)
+        rows = sum(counts)
+        bounds = sketched.bounds(parts, counts)
+        done = self._promising(where, bounds, best)
+        self._scan_rows(_positions(where, done), queries, best)
+        allowance = sketched.allowance(max(shard.max_norm for shard in span))
+        kept = best.possible(bounds, allowance, where) & ~done
+        width = 4 * self._layer.d_in
+        left = int(np.count_nonzero(kept))
+        self.asked += rows
+        self.kept += left
+        faiss = self._use_faiss and rows == sum(shard.rows for shard in span)
+        if left and not pruning_pays(left, rows, width, len(queries), faiss):
+            return False
+        self._scan_rows(_positions(where, kept), queries, best)
+        return True
+
+    def _promising(
+        self, where: slice | np.ndarray, bounds: torch.Tensor, best: Candidates
+    ) -> np.ndarray:
+        """The rows to score first, bool [rows]: without limits nothing can be ruled out."""
+        everything = np.ones(len(bounds), bool)
+        found = np.zeros(len(bounds), bool)
+        unlimited = np.flatnonzero(np.isinf(best.limits()).any(axis=0))
+        ranking = self._ranking
+        distinct = None if ranking.distinct is None else ranking.distinct.codes[where]
+        k = ranking.k
+        if bounds.shape[1] <= _FEW_QUERIES:
+            # The k largest scores among more rows than k rule out more; of many queries, others do.
+            k = 2 * k + 50
+        if ranking.grouping is None:
+            if unlimited.size:
+                found = best_rows(bounds, k, everything, distinct)
+            return found
+        codes = ranking.grouping.codes[where]
+        present = np.intersect1d(unlimited, codes)
+        if len(present) <= _SEEDED_GROUPS:
+            for group in present:
+                found |= best_rows(bounds, k, codes == group, distinct)
+        return found
+
+    def _scan_rows(self, positions: np.ndarray, queries: torch.Tensor, best: Candidates) -> None:
+        """Propose rows here and there, int64 [n], ascending, for all queries."""
+        error = torch.from_numpy(best.error)[:, None]
+        step = tile_rows(self._layer.d_in, len(queries))
+        for first in range(0, len(positions), step):
+            check_stop(self._stop)
+            own = positions[first : first + step]
+            scores = tile_weights(queries, self._layer.keys_at(own), wide=False)
+            best.add_tile(merit(scores, self._ranking.order), error, own, None)
+
+    def _scan(
+        self,
+        shard: Shard,
+        selected: np.ndarray,
+        queries: torch.Tensor,
+        best: Candidates,
+        which: np.ndarray | None = None,
+    ) -> None:
+        """Propose rows of a shard for all queries, or for those named."""
+        own = queries if which is None else queries[torch.from_numpy(which)]
+        own = own.to(self._device)
+        error = torch.from_numpy(best.error if which is None else best.error[which])
+        error = error[:, None].to(self._device)
+        wide = needs_float64(best.query_norms, shard)
+        part = self._ranking.contribution
+        tiles = shard.tiles(
+            selected, len(own), values=part is not None, device=self._device, stop=self._stop
+        )
+        for tile in tiles:
+            scores, errors = tile_weights(own, tile.keys, wide=wide), error
+            if part is not None:
+                assert tile.values is not None
+                scores, errors = part.of_tile(
+                    self._layer, tile.positions, scores, error, tile.values
+                )
+            best.add_tile(merit(scores, self._ranking.order), errors, tile.positions, which)
+
+
+def _asked(
+    span: list[Shard], selected: np.ndarray
+) -> tuple[slice | np.ndarray, list[tuple[torch.Tensor, slice | np.ndarray]], list[int]]:
+    """The selected rows of neighbouring shards, some in each: their positions, and of each shard
+    its sketches, which of them are meant, and how many."""
+    positions, parts, counts = [], [], []
+    for shard in span:
+        assert shard.sketch is not None
+        inside = np.flatnonzero(selected[shard.start : shard.start + shard.rows])
+        parts.append((shard.sketch.rows(), as_slice(inside)))
+        counts.append(len(inside))
+        positions.append(shard.start + inside)
+    return as_slice(np.concatenate(positions)), parts, counts
+
+
+def _positions(where: slice | np.ndarray, which: np.ndarray) -> np.ndarray:
+    """Those of some of the rows, bool [rows], ascending."""
+    rows = np.flatnonzero(which)
+    return rows + where.start if isinstance(where, slice) else where[rows]
+
+
+class RankedRows:
+    """Keeps the best rows of tiles that are multiplied for something else too: a reducer.
+
+    Args:
+        layer: Whose rows.
+        queries: float32 [n, d_in], finite.
+        ranking: What is ranked, by attention weight.
+        device: Where the weights are.
+    """
+
+    values = False
+
+    def __init__(
+        self, layer: Layer, queries: torch.Tensor, ranking: Ranking, device: torch.device
+    ) -> None:
+        self._best = Candidates(layer, queries, ranking)
+        self._order = ranking.order
+        self._errors = torch.from_numpy(self._best.error)[:, None].to(device)
+        self._finite = None if layer.nonfinite == 0 else layer.finite
+
+    def update(self, tile: Tile, weights: torch.Tensor) -> None:
+        """Take a tile and its weights, [n, rows]."""
+        if self._finite is not None:
+            # NaN is never ranked.
+            finite = torch.from_numpy(self._finite[tile.positions]).to(weights.device)
+            weights = torch.where(finite, weights, torch.nan)
+        self._best.add_tile(merit(weights, self._order), self._errors, tile.positions, None)
+
+    def result(self) -> tuple[np.ndarray, np.ndarray]:
+        """Positions, int64 [n * groups, k], and exact scores, float32; padded with -1 and NaN."""
+        return self._best.result()

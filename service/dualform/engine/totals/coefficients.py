@@ -1,0 +1,104 @@
+"""How much each row counts: the coefficients (c_t, c'_t) that an optimizer's settings imply.
+
+Irie et al. (2022), eq. dual_linear, for the whole SGD family (`dualform.store.ledger`); with them,
+what a stored state left behind of itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from dualform.engine.memory.layer import Layer
+from dualform.engine.memory.states import State, product
+from dualform.store.index import IndexLayer
+from dualform.store.ledger import Coefficients, Ledger
+
+
+@dataclass(frozen=True)
+class LayerCoefficients:
+    """Coefficients of a layer's weight and, where it has one, of its bias, after some steps.
+
+    Attributes:
+        start: The step from whose state they start; rows of earlier steps have none.
+    """
+
+    weight: Coefficients
+    bias: Coefficients | None
+    start: int = 0
+
+    def without_rows(self) -> LayerCoefficients:
+        """Only what the state at `start` counts."""
+        none = np.zeros(0)
+        bias = None if self.bias is None else replace(self.bias, c=none)
+        return LayerCoefficients(replace(self.weight, c=none), bias, self.start)
+
+
+def layer_coefficients(
+    ledger: Ledger, layer: IndexLayer, at_step: int, start: int = 0
+) -> LayerCoefficients:
+    """The layer's coefficients after at_step steps, from the state after `start`."""
+    return LayerCoefficients(
+        ledger.coefficients(layer.weight, at_step, start),
+        None if layer.bias is None else ledger.coefficients(layer.bias, at_step, start),
+        start,
+    )
+
+
+def initial_part(
+    layer: IndexLayer, state: State, coefficients: LayerCoefficients, queries: torch.Tensor
+) -> np.ndarray:
+    """What the weight, bias and momentum buffers of a state left behind: float64 [n, d_out].
+
+    Args:
+        layer: Names of its parameters.
+        state: From which the coefficients start.
+        coefficients: After how many steps.
+        queries: float32 [n, d_in].
+    """
+    wide = queries.double()
+    own = coefficients.weight
+    out = own.p * product(wide, state[layer.weight])
+    momentum = state.get(f"momentum:{layer.weight}")
+    if momentum is not None:
+        out += own.r * product(wide, momentum)
+    if layer.bias is not None and coefficients.bias is not None:
+        own = coefficients.bias
+        out += own.p * state[layer.bias].double()
+        momentum = state.get(f"momentum:{layer.bias}")
+        if momentum is not None:
+            out += own.r * momentum.double()
+    return np.asarray(out.numpy())
+
+
+def plain_output(layer: IndexLayer, state: State, queries: torch.Tensor) -> np.ndarray:
+    """W x + b by stored tensors: float64 [n, d_out]."""
+    out = product(queries.double(), state[layer.weight])
+    if layer.bias is not None:
+        out += state[layer.bias].double()
+    return np.asarray(out.numpy())
+
+
+def row_coefficients(
+    layer: Layer, coefficients: LayerCoefficients, positions: np.ndarray, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """c, and c' where there is a bias, of the rows at these positions, int64 [m]: float64 [m]."""
+    steps = layer.space.steps[positions] - coefficients.start
+    of_weight = torch.from_numpy(coefficients.weight.c[steps]).to(device)
+    if coefficients.bias is None:
+        return of_weight, None
+    return of_weight, torch.from_numpy(coefficients.bias.c[steps]).to(device)
+
+
+def left_behind(
+    state: Mapping[str, np.ndarray], parameter: str, coefficients: Coefficients
+) -> np.ndarray:
+    """What one parameter and its momentum buffer left behind: float64, the parameter's shape."""
+    out = coefficients.p * state[parameter].astype(np.float64)
+    momentum = state.get(f"momentum:{parameter}")
+    if momentum is not None:
+        out += coefficients.r * momentum.astype(np.float64)
+    return np.asarray(out)

@@ -1,0 +1,203 @@
+"""The dual output of a layer: from which stored weights it starts, and which rows are added.
+
+Of all rows together, what those before a stored state j <= at_step add comes in one product with
+that state (docs/decisions/0007-stored-states.md), and for the trained layer what all of them add in
+one product with the weight that they were added up to (docs/decisions/0008-rebuilt-weights.md).
+Everything else is a scan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+
+from dualform.engine.memory.fold import Reducer
+from dualform.engine.memory.layer import Layer
+from dualform.engine.memory.shards import Stop
+from dualform.engine.memory.states import States
+from dualform.engine.plan.costs import output_costs
+from dualform.engine.plan.plan import Plan, check_strategy, chosen
+from dualform.engine.totals.coefficients import (
+    LayerCoefficients,
+    initial_part,
+    layer_coefficients,
+    plain_output,
+)
+from dualform.engine.totals.row_parts import rows_part
+from dualform.store.files import FileEntry
+from dualform.store.grouping import Grouping
+from dualform.store.index import IndexLayer
+from dualform.store.ledger import Ledger
+
+Strategy = Literal["auto", "rebuilt", "scan"]
+
+
+@dataclass(frozen=True)
+class Question:
+    """One dual output to compute.
+
+    Attributes:
+        queries: float32 [n, d_in], finite.
+        at_step: After so many steps; None for the trained layer.
+        end: The same as a number.
+        grouping: Groups to keep apart, or None for the whole.
+        selected: bool [total], by position: the rows that take part, all before `end`.
+        filtered: A filter, not `end` alone, selected them.
+        strategy: How; "auto" takes the first that applies.
+    """
+
+    queries: torch.Tensor
+    at_step: int | None
+    end: int
+    grouping: Grouping | None
+    selected: np.ndarray
+    filtered: bool
+    strategy: Strategy
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The answer in float64.
+
+    Attributes:
+        values: [n, d_out] with the initial part, or the groups' parts [n, groups, d_out].
+        initial: [n, d_out].
+        trained: [n, d_out], the output by the trained weights; None with at_step, or without them.
+        residual: [n, d_out], the whole less `initial` and the groups' parts; None where it is
+            nothing but rounding of the answer.
+    """
+
+    values: np.ndarray
+    initial: np.ndarray
+    trained: np.ndarray | None
+    residual: np.ndarray | None
+
+
+def why_not_rebuilt(layer: IndexLayer, question: Question) -> str | None:
+    """Why the stored sum of all rows can't answer; None where it can."""
+    if question.at_step is not None:
+        return "it holds the trained layer's coefficients, not those at a step"
+    if question.grouping is not None or question.filtered:
+        return "it holds all rows together, without filter and groups"
+    return None if layer.rebuilt is not None else f"the index has none for layer {layer.name!r}"
+
+
+def plan(layer: Layer, question: Question, rows: int) -> Plan:
+    """How the output is found, of so many rows.
+
+    Raises:
+        InvalidArgumentError: The strategy is unknown, or does not apply.
+    """
+    why_not = why_not_rebuilt(layer.manifest, question)
+    check_strategy(question.strategy, {"rebuilt": why_not, "scan": None})
+    costs = output_costs(layer, len(question.queries), rows)
+    if why_not is not None:
+        del costs["rebuilt"]
+        return chosen(question.strategy, costs, f"no rebuilt weight: {why_not}")
+    if question.strategy == "scan":
+        return chosen("scan", costs, "")
+    return Plan("rebuilt", "the weight that all rows add up to is stored", costs)
+
+
+class DualOutputs:
+    """Answers for an index.
+
+    Args:
+        ledger: What the optimizer did.
+        states: The index's stored weights.
+        device: Where tiles are multiplied.
+    """
+
+    def __init__(self, ledger: Ledger, states: States, device: torch.device) -> None:
+        self._ledger = ledger
+        self._states = states
+        self._device = device
+        self._left: dict[str, LayerCoefficients] = {}
+
+    def answer(
+        self,
+        layer: Layer,
+        question: Question,
+        stop: Stop | None,
+        also: Sequence[Reducer] = (),
+    ) -> Parts:
+        """One layer's output.
+
+        Args:
+            layer: Whose.
+            question: What is asked.
+            stop: Asked between tiles.
+            also: What else takes the tiles of the scan of all selected rows; without such a scan
+                it gets none.
+
+        Raises:
+            DamagedError: A file that is needed does not hold what was written.
+        """
+        own, grouping = layer.manifest, question.grouping
+        rebuilt = self._rebuilt(own, question)
+        first = self._states.read(own.initial)
+        if rebuilt is not None:
+            coefficients = self._trained_without_rows(own)
+            initial = initial_part(own, first, coefficients, question.queries)
+            values = initial + plain_output(own, self._states.read(rebuilt), question.queries)
+            return Parts(values, initial, self._trained(own, question), None)
+        coefficients = layer_coefficients(self._ledger, own, question.end)
+        initial = initial_part(own, first, coefficients, question.queries)
+        start, entry = 0, own.initial
+        if question.at_step is not None and not question.filtered:
+            start, entry = _latest_state(own, question.at_step)
+        whole = None
+        if start > 0:
+            later = layer_coefficients(self._ledger, own, question.end, start)
+            base = initial_part(own, self._states.read(entry), later, question.queries)
+            since = question.selected & (layer.space.steps >= start)
+            whole = base + self._rows(layer, question, later, None, since, stop)[:, 0]
+            if grouping is None:
+                return Parts(whole, initial, None, None)
+        rows = self._rows(layer, question, coefficients, grouping, question.selected, stop, also)
+        values = rows[:, 0] + initial if grouping is None else rows
+        residual = None if whole is None else whole - initial - rows.sum(axis=1)
+        return Parts(values, initial, self._trained(own, question), residual)
+
+    def _rebuilt(self, layer: IndexLayer, question: Question) -> FileEntry | None:
+        """The stored sum of the layer's rows, where it is what answers."""
+        why_not = why_not_rebuilt(layer, question)
+        return layer.rebuilt if why_not is None and question.strategy != "scan" else None
+
+    def _trained_without_rows(self, layer: IndexLayer) -> LayerCoefficients:
+        """The trained layer's coefficients less those of its rows: a few numbers, kept."""
+        if layer.name not in self._left:
+            whole = layer_coefficients(self._ledger, layer, self._ledger.steps)
+            self._left[layer.name] = whole.without_rows()
+        return self._left[layer.name]
+
+    def _trained(self, layer: IndexLayer, question: Question) -> np.ndarray | None:
+        if question.at_step is not None or layer.final is None:
+            return None
+        return plain_output(layer, self._states.read(layer.final), question.queries)
+
+    def _rows(
+        self,
+        layer: Layer,
+        question: Question,
+        coefficients: LayerCoefficients,
+        grouping: Grouping | None,
+        selected: np.ndarray,
+        stop: Stop | None,
+        also: Sequence[Reducer] = (),
+    ) -> np.ndarray:
+        return rows_part(
+            layer, question.queries, coefficients, grouping, selected, self._device, stop, also
+        )
+
+
+def _latest_state(layer: IndexLayer, at_step: int) -> tuple[int, FileEntry]:
+    """The last stored state that is not later than a step: after how many steps, and its file."""
+    return max(
+        ((j, entry) for j, entry in ((0, layer.initial), *layer.states) if j <= at_step),
+        key=lambda state: state[0],
+    )

@@ -1,0 +1,152 @@
+"""What rows add to an output: their contributions (c_t x_t.x + c'_t) e_t, added up.
+
+Weights are float32 products; the sum over rows is float64 throughout, because contributions cancel:
+a float32 sum over a tile's rows loses up to a hundred times more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from dualform.engine.memory.fold import Reducer, fold
+from dualform.engine.memory.layer import Layer
+from dualform.engine.memory.shards import Stop, Tile
+from dualform.engine.rows.groups import tile_runs
+from dualform.engine.totals.coefficients import LayerCoefficients, row_coefficients
+from dualform.store.grouping import Grouping
+
+_REBUILD_BYTES = 256 << 20
+
+
+class WeightedValues:
+    """Adds up contributions per group: a reducer.
+
+    Args:
+        layer: Whose rows.
+        queries: Number of queries.
+        coefficients: What each row counts.
+        grouping: Groups to keep apart, or None for a single one.
+        device: Where the tiles are.
+    """
+
+    values = True
+
+    def __init__(
+        self,
+        layer: Layer,
+        queries: int,
+        coefficients: LayerCoefficients,
+        grouping: Grouping | None,
+        device: torch.device,
+    ) -> None:
+        self._layer = layer
+        self._coefficients = coefficients
+        self._grouping = grouping
+        self._device = device
+        shape = (1 if grouping is None else len(grouping.values), queries, layer.d_out)
+        self._total = torch.zeros(shape, dtype=torch.float64, device=device)
+
+    def update(self, tile: Tile, weights: torch.Tensor) -> None:
+        """Take a tile and its weights, [n, rows]."""
+        assert tile.values is not None
+        of_weight, of_bias = row_coefficients(
+            self._layer, self._coefficients, tile.positions, self._device
+        )
+        factors = weights.to(torch.float64, copy=True).mul_(of_weight)
+        if of_bias is not None:
+            factors += of_bias
+        values = tile.values.double()
+        found = tile_runs(self._grouping, tile.positions)
+        if found.order is not None:
+            order = found.order.to(self._device)
+            factors, values = factors[:, order], values[order]
+        for group, first, last in found.spans:
+            self._total[group].addmm_(factors[:, first:last], values[first:last])
+
+    def result(self) -> np.ndarray:
+        """float64 [n, groups, d_out]."""
+        return np.ascontiguousarray(self._total.permute(1, 0, 2).cpu().numpy())
+
+
+def rows_part(
+    layer: Layer,
+    queries: torch.Tensor,
+    coefficients: LayerCoefficients,
+    grouping: Grouping | None,
+    selected: np.ndarray,
+    device: torch.device,
+    stop: Stop | None,
+    also: Sequence[Reducer] = (),
+) -> np.ndarray:
+    """What the selected rows add to the output: float64 [n, groups, d_out]; without groups, one.
+
+    A few queries are carried through the rows. For many it is cheaper to add up the rows' outer
+    products first, W = sum c_t e_t (x) x_t, and multiply once: Proposition 1 of the paper. Then
+    `also`, what else takes the scan's tiles, has a scan of its own.
+    """
+    own = layer.manifest
+    groups = 1 if grouping is None else len(grouping.values)
+    cheaper = len(queries) * (own.d_in + own.d_out) > own.d_in * own.d_out
+    if cheaper and groups * own.d_in * own.d_out * 8 <= _REBUILD_BYTES:
+        weight, bias = rebuild(layer, coefficients, grouping, selected, device, stop)
+        out = torch.einsum("nd,god->ngo", queries.double().to(device), weight)
+        if also:
+            fold(layer, queries, selected, also, device, stop)
+        return np.asarray((out if bias is None else out + bias).cpu().numpy())
+    total = WeightedValues(layer, len(queries), coefficients, grouping, device)
+    fold(layer, queries, selected, [total, *also], device, stop)
+    return total.result()
+
+
+def rebuild(
+    layer: Layer,
+    coefficients: LayerCoefficients,
+    grouping: Grouping | None,
+    selected: np.ndarray,
+    device: torch.device,
+    stop: Stop | None = None,
+    watch: Callable[[Tile], None] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Add up the selected rows' outer products, and their values for the bias.
+
+    Args:
+        layer: Whose rows.
+        coefficients: What each row counts.
+        grouping: Groups to keep apart, or None for a single one.
+        selected: bool [total], by position.
+        device: Where tiles are multiplied.
+        stop: Asked between tiles.
+        watch: Called with each tile.
+
+    Returns:
+        Weight, float64 [groups, d_out, d_in], and bias, float64 [groups, d_out], None without one.
+    """
+    own = layer.manifest
+    groups = 1 if grouping is None else len(grouping.values)
+    weight = torch.zeros((groups, own.d_out, own.d_in), dtype=torch.float64, device=device)
+    bias = None
+    if coefficients.bias is not None:
+        bias = torch.zeros((groups, own.d_out), dtype=torch.float64, device=device)
+    for shard in layer.shards:
+        inside = selected[shard.start : shard.start + shard.rows]
+        for tile in shard.tiles(inside, 1, values=True, device=device, stop=stop):
+            assert tile.values is not None
+            of_weight, of_bias = row_coefficients(layer, coefficients, tile.positions, device)
+            keys, values = tile.keys.double(), tile.values.double()
+            found = tile_runs(grouping, tile.positions)
+            if found.order is not None:
+                order = found.order.to(device)
+                keys, values, of_weight = keys[order], values[order], of_weight[order]
+                of_bias = None if of_bias is None else of_bias[order]
+            for group, first, last in found.spans:
+                own_values = values[first:last]
+                scaled = own_values * of_weight[first:last, None]
+                weight[group].addmm_(scaled.T, keys[first:last])
+                if bias is not None and of_bias is not None:
+                    bias[group].addmv_(own_values.T, of_bias[first:last])
+            if watch is not None:
+                watch(tile)
+    return weight, bias

@@ -1,0 +1,228 @@
+"""Total attention weight per group: float32 weights per tile, added in float64.
+
+A signed sum is linear in the key: where all rows of a run take part and belong to one group, one
+product with the run's stored key sum stands for them. Likewise an absolute sum where neither keys
+nor query have a sign to drop. Of the other rows, those with equal keys need one product together
+where the index knows which these are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import torch
+
+from dualform.engine.memory.fold import fold
+from dualform.engine.memory.layer import Layer
+from dualform.engine.memory.shards import Stop, Tile
+from dualform.engine.plan.costs import distinct_keys_seconds, key_sums_seconds, sums_seconds
+from dualform.engine.plan.plan import Plan, check_strategy, chosen
+from dualform.engine.rows.groups import runs
+from dualform.engine.totals.distinct_keys import DistinctSum, Pairs, first_rows
+from dualform.store.grouping import Grouping
+
+Strategy = Literal["auto", "key_sums", "distinct_keys", "scan"]
+
+
+class GroupSum:
+    """Adds up weights per group: a reducer.
+
+    Args:
+        queries: Number of queries.
+        grouping: The groups.
+        absolute: Add |weight|.
+        device: Where the weights are.
+    """
+
+    values = False
+
+    def __init__(
+        self, queries: int, grouping: Grouping, absolute: bool, device: torch.device
+    ) -> None:
+        self._grouping = grouping
+        self._absolute = absolute
+        shape = (len(grouping.values), queries)
+        self._totals = torch.zeros(shape, dtype=torch.float64, device=device)
+
+    def update(self, tile: Tile, weights: torch.Tensor) -> None:
+        """Take a tile and its weights, [n, rows]."""
+        codes = self._grouping.codes[tile.positions]
+        if self._absolute:
+            weights = weights.abs()
+        found = runs(codes)
+        if len(found.spans) > 64:
+            groups = torch.from_numpy(codes).to(weights.device)
+            self._totals.index_add_(0, groups, weights.T.double())
+            return
+        if found.order is not None:
+            weights = weights[:, found.order.to(weights.device)]
+        for group, first, last in found.spans:
+            self._totals[group] += weights[:, first:last].sum(1, dtype=torch.float64)
+
+    def add_runs(self, groups: np.ndarray, weights: np.ndarray) -> None:
+        """Take whole runs: their groups, int32 [runs], and total weights, float64 [n, runs]."""
+        parts = torch.from_numpy(np.ascontiguousarray(weights.T)).to(self._totals.device)
+        self._totals.index_add_(0, torch.from_numpy(groups).to(self._totals.device), parts)
+
+    def result(self) -> np.ndarray:
+        """float64 [n, groups]."""
+        return np.ascontiguousarray(self._totals.T.cpu().numpy())
+
+
+@dataclass(frozen=True)
+class Question:
+    """Sums to compute.
+
+    Attributes:
+        queries: float32 [n, d_in], finite.
+        grouping: The groups.
+        run_codes: int32 [runs], the group of each run's rows; negative where they differ.
+        absolute: Add |weight|.
+        selected: bool [total], the rows that take part, each in some group.
+    """
+
+    queries: torch.Tensor
+    grouping: Grouping
+    run_codes: np.ndarray
+    absolute: bool
+    selected: np.ndarray
+
+
+def whole_runs(layer: Layer, question: Question) -> np.ndarray:
+    """The runs whose stored key sums can stand for their rows, bool [runs]."""
+    selected, starts = question.selected, layer.space.run_starts
+    signless = layer.nonnegative and bool((question.queries >= 0).all())
+    if layer.run_sums is None or (question.absolute and not signless):
+        return np.zeros(len(starts), bool)
+    whole = question.run_codes >= 0
+    if selected is not layer.space.everything:
+        whole &= np.logical_and.reduceat(selected, starts)
+    return whole
+
+
+def left_to_scan(layer: Layer, question: Question, summed: np.ndarray) -> np.ndarray:
+    """The selected rows, bool [total], that are in none of the summed runs, bool [runs]."""
+    if not summed.any():
+        return question.selected
+    lengths = np.diff(layer.space.run_starts, append=layer.rows)
+    return np.asarray(question.selected & ~np.repeat(summed, lengths))
+
+
+@dataclass(frozen=True)
+class Way:
+    """How sums are computed.
+
+    Attributes:
+        plan: The strategy, and why.
+        summed: bool [runs], whose key sums are taken.
+        rest: bool [total], the other rows that take part; None for none.
+        standing: bool [total], the rows that are multiplied in their place, one for each distinct
+            key; None where each is multiplied itself.
+    """
+
+    plan: Plan
+    summed: np.ndarray
+    rest: np.ndarray | None
+    standing: np.ndarray | None
+
+
+def plan(layer: Layer, question: Question, strategy: str) -> Way:
+    """How to compute sums.
+
+    Raises:
+        InvalidArgumentError: The strategy is unknown, or does not apply.
+    """
+    whole = whole_runs(layer, question)
+    rest = None if whole.all() else left_to_scan(layer, question, whole)
+    rows = 0 if rest is None else int(np.count_nonzero(rest))
+    refused = {
+        "key_sums": _no_key_sums(layer, question, whole, rows),
+        "distinct_keys": None,
+        "scan": None,
+    }
+    if layer.first_equal is None:
+        refused["distinct_keys"] = (
+            f"the index does not know which keys of layer {layer.name!r} are equal: either few "
+            "come again, or it was built before this was looked for"
+        )
+    check_strategy(strategy, refused)
+    queries, all_rows = len(question.queries), int(np.count_nonzero(question.selected))
+    if refused["key_sums"] is None and strategy in ("auto", "key_sums"):
+        costs = {
+            "key_sums": key_sums_seconds(layer, queries, int(np.count_nonzero(whole))),
+            "scan": sums_seconds(layer, queries, all_rows),
+        }
+        reason = "every row is in a run whose key sum stands for it"
+        return Way(Plan("key_sums", reason, costs), whole, None, None)
+    if strategy != "auto":
+        whole, rest, rows = np.zeros_like(whole), question.selected, all_rows
+    assert rest is not None
+    beside = 0.0
+    if whole.any():
+        beside = key_sums_seconds(layer, queries, int(np.count_nonzero(whole)))
+    costs = {"scan": beside + sums_seconds(layer, queries, rows)}
+    standing, keys = None, 0
+    if layer.first_equal is not None and strategy != "scan":
+        standing = first_rows(layer.first_equal, rest)
+        keys = int(np.count_nonzero(standing))
+        costs["distinct_keys"] = beside + distinct_keys_seconds(layer, queries, rows, keys)
+    own = chosen(strategy, costs, str(refused["key_sums"]))
+    if own.strategy == "scan":
+        standing = None
+    if whole.any():
+        left = f"the other {rows:,} are multiplied"
+        if standing is not None:
+            left = f"{keys:,} distinct keys for the other {rows:,}"
+        reason = f"key sums stand for {all_rows - rows:,} rows, {left}"
+        own = replace(own, reason=reason)
+    elif own.strategy == "distinct_keys" and strategy == "auto":
+        own = replace(own, reason=f"{keys:,} distinct keys stand for {rows:,} rows")
+    return Way(own, whole, rest, standing)
+
+
+def _no_key_sums(layer: Layer, question: Question, whole: np.ndarray, rows: int) -> str | None:
+    """Why key sums of whole runs, bool [runs], can't answer alone where so many rows are left."""
+    if rows == 0:
+        return None
+    if layer.run_sums is None:
+        return f"layer {layer.name!r} has no key sums"
+    if question.absolute and not whole.any():
+        return "absolute weights are no product with a key sum"
+    return f"{rows:,} rows are in no run whose key sum can stand for them"
+
+
+def total_weights(
+    layer: Layer, question: Question, way: Way, device: torch.device, stop: Stop | None
+) -> np.ndarray:
+    """Total attention weights.
+
+    Args:
+        layer: Whose rows.
+        question: What is asked.
+        way: How, by `plan`.
+        device: Where tiles are multiplied.
+        stop: Asked between tiles.
+
+    Returns:
+        float64 [n, groups].
+    """
+    queries, grouping = question.queries, question.grouping
+    total = GroupSum(len(queries), grouping, question.absolute, device)
+    if way.summed.any():
+        assert layer.run_sums is not None
+        weights = queries.double().numpy() @ layer.run_sums[way.summed].T
+        total.add_runs(question.run_codes[way.summed], weights)
+    if way.rest is None:
+        return total.result()
+    if way.standing is None:
+        fold(layer, queries, way.rest, [total], device, stop)
+        return total.result()
+    assert layer.first_equal is not None
+    pairs = Pairs.count(layer.first_equal, way.rest, grouping)
+    distinct = DistinctSum(len(queries), grouping, pairs, question.absolute, device)
+    fold(layer, queries, way.standing, [distinct], device, stop)
+    totals = total.result()
+    totals += distinct.result()
+    return totals
