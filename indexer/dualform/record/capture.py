@@ -21,6 +21,7 @@ from dualform.record.annotations import Annotations, Column
 from dualform.record.buffers import Buffer, Pool
 from dualform.record.errors import CaptureError
 from dualform.record.layers import LayerKind
+from dualform.record.place import LayerPlace
 from dualform.record.watch import GradientWatch
 from dualform.store.recording_format import LayerSpec
 
@@ -102,6 +103,7 @@ class LayerCapture:
         alone: Rows of this step reached the bias, but not the weight, which was frozen in their
             forward or backward.
         late: A backward came, in a later step, through a forward whose key is gone.
+        replaced: The layer's weight or bias was found to be another parameter: what was replaced.
     """
 
     def __init__(
@@ -109,21 +111,27 @@ class LayerCapture:
         spec: LayerSpec,
         kind: LayerKind,
         module: nn.Module,
+        place: LayerPlace,
         tape: Tape,
         watch: GradientWatch,
+        held: Callable[[torch.Tensor], bool],
     ) -> None:
         self.spec = spec
         self.module = module
+        self.place = place
         self.weight = kind.weight(module)
         self.bias = kind.bias(module)
+        self.replaced: str | None = None
+        self._held = held
         self._passes: dict[int, Pass] = {}
         self.ever = False
         self._kind = kind
         self._tape = tape
         self._watch = watch
-        self._attached = self._attached_to_bias = False
         self._frozen = False  # in the forward or the backward of the value copied last
-        self._handles: list[Any] = []
+        self._handle: Any = None
+        self._on_weight: Any = None
+        self._on_bias: Any = None
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -134,14 +142,50 @@ class LayerCapture:
     def attach(self) -> None:
         """Hook the module; the weight follows as soon as it requires gradients."""
         hook = _ForwardHook(self)
-        self._handles.append(self.module.register_forward_hook(hook, with_kwargs=True))
+        self._handle = self.module.register_forward_hook(hook, with_kwargs=True)
 
     def detach(self) -> None:
         """Remove every hook, and let go of all rows."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        for handle in (self._handle, self._on_weight, self._on_bias):
+            if handle is not None:
+                handle.remove()
+        self._handle = self._on_weight = self._on_bias = None
         self._passes.clear()
+
+    def follow(self) -> str | None:
+        """Look at what the layer's weight and bias are, and go on with those.
+
+        Returns:
+            What was replaced since the last call, a reason for a mark; None if nothing was.
+        """
+        reason = self.replaced or self.place.change(self.weight, self.bias)
+        self.replaced = None
+        if reason is not None:
+            self._rebind(*self.place.parameters())
+        return reason
+
+    def _meet(self, weight: torch.Tensor | None) -> None:
+        """A forward ran with another weight than before. If the optimizer holds it, it is the
+        layer's from now on; otherwise it may be there for this call alone (functional_call), and
+        its gradient reaches no step.
+        """
+        if isinstance(weight, nn.Parameter) and self.place.fits(weight) and self._held(weight):
+            self.replaced = self.place.change(self.weight, self.bias)
+            self._rebind(*self.place.parameters())
+
+    def _rebind(self, weight: torch.Tensor | None, bias: torch.Tensor | None) -> None:
+        if bias is not self.bias:
+            self.bias = bias
+            if self._on_bias is not None:
+                self._on_bias.remove()
+            self._on_bias = None
+        if weight is not None and weight is not self.weight:
+            self.drop()  # rows of a weight that is not the layer's any more
+            self.weight = weight
+            self._watch.forget()
+            if self._on_weight is not None:
+                self._on_weight.remove()
+            self._on_weight = None
 
     def committed(self) -> list[Pass]:
         """The passes committed for the coming step, in forward order."""
@@ -156,9 +200,12 @@ class LayerCapture:
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
         """The forward hook: copy the key and hook the node that multiplies by the weight."""
-        weight, bias = self.weight, self.bias
         if not (torch.is_grad_enabled() and output.requires_grad):
             return
+        own = self.place.parameters()[0]
+        if own is not self.weight:
+            self._meet(own)
+        weight, bias = self.weight, self.bias
         trained = weight.requires_grad
         if not trained and (bias is None or not bias.requires_grad):
             return
@@ -170,7 +217,7 @@ class LayerCapture:
                 "with Recorder(..., layers=[...])"
             )
         rows = given.numel() // self.spec.d_in
-        if rows == 0:
+        if rows == 0 or not self.place.fits(weight):
             return
         if trained:
             node = self._kind.node(output, weight)
@@ -179,7 +226,7 @@ class LayerCapture:
             node = self._kind.bias_node(output, bias)
         compiled = node is None and "CompiledFunction" in output.grad_fn.name()
         if node is None and not compiled:
-            if self._kind.weight(self.module) is not weight or _is_functional(output):
+            if own is not weight or _is_functional(output):
                 return  # functional_call, jacrev and the like: not through the parameter's .grad
             if not trained:
                 return  # the check of the bias's gradient will tell
@@ -199,16 +246,23 @@ class LayerCapture:
         if node is None:
             # The product lies inside a compiled graph that ends at the layer's output. Should
             # something change the output in place, the check of the gradient will tell.
-            output.register_hook(lambda gradient: self._backward(item, gradient, trained))
+            output.register_hook(lambda gradient: self._backward(item, weight, gradient, trained))
         else:
-            node.register_prehook(lambda gradients: self._backward(item, gradients[0], trained))
+            node.register_prehook(
+                lambda gradients: self._backward(item, weight, gradients[0], trained)
+            )
 
-    def _backward(self, item: Pass, gradient: torch.Tensor | None, trained: bool) -> None:
+    def _backward(
+        self, item: Pass, weight: torch.Tensor, gradient: torch.Tensor | None, trained: bool
+    ) -> None:
         """The node's pre-hook: copy the value, to be committed if the weight accumulates.
 
         Args:
+            weight: The layer's in the forward; it may have been replaced since.
             trained: The weight was not frozen in the forward; it may be now.
         """
+        if weight is not self.weight:
+            return
         self._frozen = frozen = not (trained and self.weight.requires_grad)
         if gradient is None or (frozen and not self._trains_bias()):
             return
@@ -247,14 +301,10 @@ class LayerCapture:
 
     def _attach_to(self, weight: bool) -> None:
         """Hook the weight, or while it is frozen the bias: a frozen parameter takes no hook."""
-        if weight and not self._attached:
-            self._attached = True
-            hook = self.weight.register_post_accumulate_grad_hook(self._accumulated)
-            self._handles.append(hook)
-        if not weight and not self._attached_to_bias and self.bias is not None:
-            self._attached_to_bias = True
-            hook = self.bias.register_post_accumulate_grad_hook(self._bias_accumulated)
-            self._handles.append(hook)
+        if weight and self._on_weight is None:
+            self._on_weight = self.weight.register_post_accumulate_grad_hook(self._accumulated)
+        if not weight and self._on_bias is None and self.bias is not None:
+            self._on_bias = self.bias.register_post_accumulate_grad_hook(self._bias_accumulated)
 
     def _bias_accumulated(self, parameter: torch.Tensor) -> None:
         """The bias's post-accumulate hook, which counts while the weight is frozen."""

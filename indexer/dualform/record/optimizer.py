@@ -23,14 +23,14 @@ class OptimizerView:
         self.optimizer = optimizer
         self.name = type(optimizer).__name__
         self.exact = type(optimizer) is torch.optim.SGD
-        self._key: list[tuple[int, int]] = []
+        self._key: list[list[int]] = []
         self._groups: list[dict[str, Any]] = []
         self._group_of: dict[torch.Tensor, int] = {}
         self._settings: list[_Settings] = []
+        self.refresh()
 
     def holds(self, parameter: torch.Tensor) -> bool:
-        """Whether the optimizer updates this parameter."""
-        self.refresh()
+        """Whether the optimizer updates this parameter; see `refresh`."""
         return parameter in self._group_of
 
     def momentum(self, parameter: torch.Tensor) -> torch.Tensor | None:
@@ -65,7 +65,7 @@ class OptimizerView:
     def refresh(self) -> None:
         """Look at the groups again; due once per step."""
         groups = self.optimizer.param_groups
-        key = [(id(group), len(group["params"])) for group in groups]
+        key = [[id(group), *map(id, group["params"])] for group in groups]
         if key != self._key:
             self._key, self._groups = key, list(groups)
             self._group_of = {p: i for i, group in enumerate(groups) for p in group["params"]}

@@ -11,6 +11,7 @@ from dualform.record.capture import LayerCapture, Pass, Tape
 from dualform.record.check import GradientCheck, Sides, Verdict
 from dualform.record.errors import CaptureError
 from dualform.record.optimizer import OptimizerView
+from dualform.record.place import LayerPlace
 from dualform.record.selection import SelectedLayer
 from dualform.record.watch import GradientWatch
 from dualform.record.weights import WeightProbe
@@ -60,13 +61,17 @@ class RecordedLayer:
             spec,
             selected.kind,
             selected.module,
+            LayerPlace(selected.root, spec, selected.kind, selected.module),
             tape,
             self._watch,
+            self._held_now,
         )
         self.kept: list[Pass] = []
         self._optimizer = optimizer
         self._rows: list[tuple[LedgerRow, Verdict, float]] = []
         self._unfollowed: list[tuple[LedgerRow, Verdict, float]] = []
+        self._changes: set[str] = set()
+        self._kept_as = {name: (p.shape, p.dtype) for name, p in self.parameters.items()}
         self._probes = {name: WeightProbe() for name in self.parameters}
         self._single = weight.dtype == torch.float32
         self._follow_weights = self._single and optimizer.exact
@@ -88,7 +93,7 @@ class RecordedLayer:
     def pairs(self) -> dict[str, Pair]:
         """Weight and bias by name, and their momentum buffers."""
         return {
-            name: (parameter, self._optimizer.momentum(parameter))
+            name: (_as(parameter, *self._kept_as[name]), self._optimizer.momentum(parameter))
             for name, parameter in self.parameters.items()
         }
 
@@ -98,6 +103,24 @@ class RecordedLayer:
             parameter.nbytes * (1 if self._optimizer.momentum(parameter) is None else 2)
             for parameter in self.parameters.values()
         )
+
+    def check_parameters(self, step: int) -> InexactMark | None:
+        """Look at what the layer's weight and bias are, and record those from now on.
+
+        Returns:
+            A mark from `step` on if one of them is not what it was at the last look.
+        """
+        reason = self.capture.follow()
+        if reason is None:
+            return None
+        self._follow_rows = self._follow_weights = False
+        known = reason in self._changes
+        self._changes.add(reason)
+        self.parameters[self.spec.weight] = self.capture.weight
+        if self.spec.bias is not None:
+            bias = self.capture.bias
+            self.parameters[self.spec.bias] = torch.zeros(self.spec.d_out) if bias is None else bias
+        return None if known else InexactMark(step, reason)
 
     def judge(self, step: int) -> tuple[list[LedgerRow], InexactMark | None]:
         """Decide which rows reach the step, and test them against the gradient.
@@ -119,7 +142,7 @@ class RecordedLayer:
                 raise CaptureError(_CAUSES.format(name=self.spec.name))
         verdicts = [(weight, sides.weight_size)]
         keep = weight.took_part and not weight.zeroed
-        if self.capture.bias is not None:
+        if self.spec.bias is not None:
             bias = self._bias_verdict(weight, sides) if kernel else Verdict(False)
             verdicts.append((bias, sides.bias_size))
             if not keep:  # the weight is frozen, or its gradient None or zeroed; not the bias's
@@ -179,7 +202,7 @@ class RecordedLayer:
 
     def _weight_verdict(self, sides: Sides) -> Verdict:
         grad, watch = self.capture.weight.grad, self._watch
-        if grad is None:
+        if grad is None or not self._optimizer.holds(self.capture.weight):
             return Verdict(False)
         if self._follow_rows:
             return self._check.weight(grad, watch, sides)
@@ -190,11 +213,15 @@ class RecordedLayer:
 
     def _bias_verdict(self, weight: Verdict, sides: Sides) -> Verdict:
         bias = self.capture.bias
-        if bias is None or bias.grad is None:
+        if bias is None or bias.grad is None or not self._optimizer.holds(bias):
             return Verdict(False)
         if self._follow_rows and weight.fault is None:
             return self._check.bias(bias.grad, sides, 1.0 if weight.zeroed else weight.scale)
         return Verdict(True, zeroed=weight.zeroed, scale=weight.scale)
+
+    def _held_now(self, parameter: torch.Tensor) -> bool:
+        self._optimizer.refresh()
+        return self._optimizer.holds(parameter)
 
     def _probe_state(self, parameter: torch.Tensor) -> list[tuple[float, float]]:
         momentum = self._optimizer.momentum(parameter)
@@ -236,3 +263,10 @@ class RecordedLayer:
             "the rows do not add up to the gradient; is the weight used elsewhere too "
             "(tied, F.linear), or changed by a hook?"
         )
+
+
+def _as(tensor: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """What a layer holds, as its states are kept: NaN where its shape is another by now."""
+    if tensor.shape != shape:
+        return torch.full(shape, math.nan, dtype=dtype)
+    return tensor if tensor.dtype is dtype else tensor.detach().to(dtype)

@@ -103,6 +103,11 @@ class RecordedLSTM:
         self.kept = [self._joined_pass(item, steps) for item, steps in self._grouped(step) if steps]
         return [*joined, *ih, *hh], mark
 
+    def check_parameters(self, step: int) -> InexactMark | None:
+        """Look at what the weights and biases of both products are."""
+        marks = [self._ih.check_parameters(step), self._hh.check_parameters(step)]
+        return marks[0] or marks[1]
+
     def check_weights(self, step: int) -> InexactMark | None:
         """Compare the weights of both products with their prediction."""
         marks = [self._ih.check_weights(step), self._hh.check_weights(step)]

@@ -164,6 +164,8 @@ class Recorder:
             handle.remove()
         self._tape.discard()
         for layer in self._layers:
+            # What was exchanged after the last step: the layer is not what that step left.
+            self._mark(layer, layer.check_parameters(max(self._step - 1, self._first_step)))
             layer.detach()
             with np.errstate(all="ignore"):
                 self._mark(layer, layer.check_weights(self._step))
@@ -214,6 +216,7 @@ class Recorder:
         step = self._step
         ledger, passes, blocks = [], [], _Blocks(step)
         for layer in self._layers:
+            self._mark(layer, layer.check_parameters(step))
             if step == self._first_step or step % layer.check_every == 0:
                 self._mark(layer, layer.check_weights(step))
             rows, mark = layer.judge(step)

@@ -24,12 +24,14 @@ class SelectedLayer:
     """A layer to record: what it is called, of which kind, and the module itself.
 
     Attributes:
+        root: The model in which the spec's name leads to the module.
         parts: Of an LSTM: its products with x and with h; the kind is theirs.
     """
 
     spec: LayerSpec
     kind: LayerKind
     module: nn.Module
+    root: nn.Module
     parts: tuple[SelectedLayer, ...] = ()
 
 
@@ -71,7 +73,8 @@ def select_layers(
         chosen = _match(patterns, modules, refusals, unsupported)
 
     def linear(name: str) -> SelectedLayer:
-        return SelectedLayer(_spec(name, kinds[name], modules[name]), kinds[name], modules[name])
+        spec = _spec(name, kinds[name], modules[name])
+        return SelectedLayer(spec, kinds[name], modules[name], model)
 
     return [
         _lstm(name, lstms[name], *map(linear, _part_names(name))) if name in lstms else linear(name)
@@ -193,7 +196,7 @@ def _lstm(name: str, module: LSTM, ih: SelectedLayer, hh: SelectedLayer) -> Sele
         bias=None if ih.spec.bias is None else f"{prefix}bias",
         dtype=ih.spec.dtype,
     )
-    return SelectedLayer(spec, ih.kind, module, (ih, hh))
+    return SelectedLayer(spec, ih.kind, module, ih.root, (ih, hh))
 
 
 def _owners(model: nn.Module) -> dict[int, list[str]]:

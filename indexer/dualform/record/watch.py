@@ -46,6 +46,11 @@ class GradientWatch:
         self._sample: np.ndarray | None = None
         self._version = self._pointer = -1
 
+    def forget(self) -> None:
+        """Another parameter's gradient is watched from now on."""
+        self._sample = None
+        self._version = self._pointer = -1
+
     def accumulated(self, grad: torch.Tensor) -> None:
         """Backward has just accumulated into `grad`."""
         self._stride = self._next_stride

@@ -46,6 +46,13 @@ class LayerKind(ABC):
     def bias(self, module: nn.Module) -> torch.Tensor | None:
         """The bias, where there is one."""
 
+    def leaves(self, module: nn.Module) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Weight and bias as the module holds them now: None for one that it has not, or computes.
+
+        Never computes anything: a parametrisation may change its state when it is asked.
+        """
+        return leaf(module, "weight"), leaf(module, "bias")
+
     @abstractmethod
     def input(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
         """The input [..., d_in] of a call of the module; None where there is no such argument."""
@@ -58,3 +65,15 @@ class LayerKind(ABC):
         """The node that adds the bias: where to hook while the weight is frozen. None where this
         kind of layer can't tell; the bias's training is then not explained."""
         return None
+
+
+def leaf(module: nn.Module, name: str) -> torch.Tensor | None:
+    """A module's own parameter of this name; None where it is absent, or computed from others."""
+    own = module._parameters
+    if name in own:
+        return own[name]
+    computed = module._modules.get("parametrizations")
+    if isinstance(computed, nn.ModuleDict) and name in computed:
+        return None
+    found = getattr(module, name, None)  # a property of the user's, which hands one on
+    return found if isinstance(found, nn.Parameter) else None
