@@ -2,7 +2,9 @@
 
 Autocast would multiply in bfloat16 where bounds assume float32; a default device would put tensors
 elsewhere than the mapped memory that they go with; inference mode makes tensors that other threads
-can't fill. All three belong to the calling thread, and are as before once the engine is done.
+can't fill. All three belong to the calling thread, and are as before once the engine is done. How
+precisely the process lets torch multiply can't be set for one thread: it is asked, and what would
+be inexact goes in float64.
 """
 
 from __future__ import annotations
@@ -26,3 +28,14 @@ def own_settings() -> Iterator[None]:
         if torch.get_default_device().type != "cpu":
             stack.enter_context(torch.device("cpu"))
         yield
+
+
+def multiplies_in_float32() -> bool:
+    """Whether torch computes float32 products in float32, on CPU and GPU: no TF32, no bfloat16."""
+    for backend in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):
+        if getattr(backend, "fp32_precision", "ieee") not in ("ieee", "none"):
+            return False
+    try:
+        return torch.get_float32_matmul_precision() == "highest"
+    except RuntimeError:  # since somebody used the settings above, which have had their say
+        return True

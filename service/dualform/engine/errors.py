@@ -11,6 +11,7 @@ EngineError
 
 from __future__ import annotations
 
+import errno
 from typing import ClassVar
 
 
@@ -62,3 +63,24 @@ class DataLossError(EngineError):
 class CancelledError(EngineError):
     code = "CANCELLED"
     default_reason = "CANCELLED"
+
+
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Whether this is a failed allocation: Python's, NumPy's, Arrow's, the system's, or torch's.
+
+    torch's own are RuntimeErrors, told by their class on a GPU and by their words on the CPU.
+    """
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
+
+
+_NO_MEMORY = (
+    "DefaultCPUAllocator: ",  # "can't allocate memory", "not enough memory": it says nothing else
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "std::bad_alloc",  # FAISS
+    "Failed to cudaMalloc",  # FAISS on a GPU
+)

@@ -10,7 +10,7 @@ from typing import NoReturn, TypeVar
 import numpy as np
 import torch
 
-from dualform.engine.context import own_settings
+from dualform.engine.context import multiplies_in_float32, own_settings
 from dualform.engine.memory.weights import tile_weights
 from dualform.record import StepBatch
 from dualform.record.sink import State
@@ -274,7 +274,7 @@ class _Asked:
     def weights(self, tile: LiveTile) -> torch.Tensor:
         """Attention weights [n, rows]: float64 where float32 could overflow or is not itself."""
         risky = self._longest * tile.max_norm > _FLOAT32_SAFE
-        wide = risky or torch.get_float32_matmul_precision() != "highest"
+        wide = risky or not multiplies_in_float32()
         return tile_weights(self.queries, tile.keys, wide=wide)
 
 

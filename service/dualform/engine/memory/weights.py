@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from dualform.engine.context import multiplies_in_float32
 from dualform.engine.memory.shards import Shard
 
 _FLOAT32_SAFE = 1e37
@@ -18,7 +19,7 @@ def needs_float64(query_norms: torch.Tensor, shard: Shard) -> bool:
     """
     # The query's own length too: its projections on the sketches' directions are float32.
     longest = float(query_norms.max()) * max(shard.max_norm, 1.0)
-    return longest > _FLOAT32_SAFE or torch.get_float32_matmul_precision() != "highest"
+    return longest > _FLOAT32_SAFE or not multiplies_in_float32()
 
 
 def tile_weights(queries: torch.Tensor, keys: torch.Tensor, *, wide: bool) -> torch.Tensor:

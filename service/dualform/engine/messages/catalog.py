@@ -18,6 +18,7 @@ from dualform.engine.errors import (
     InvalidArgumentError,
     NotFoundError,
     ResourceExhaustedError,
+    ran_out_of_memory,
 )
 from dualform.engine.messages import answers
 from dualform.engine.messages.batching import answer_together
@@ -275,8 +276,11 @@ def _store_errors_translated() -> Iterator[None]:
         raise NotFoundError(str(error), reason="UNKNOWN_INDEX") from error
     except StoreError as error:
         raise FailedPreconditionError(str(error)) from error
-    except MemoryError as error:
+    except (MemoryError, RuntimeError, OSError) as error:
+        if not ran_out_of_memory(error):
+            raise
         raise ResourceExhaustedError(
-            "there is not enough memory for this answer; ask for less at a time",
+            "there is not enough memory for this answer; ask for less at a time: fewer queries, a "
+            "smaller k, fewer groups",
             reason="OUT_OF_MEMORY",
-        ) from error
+        ) from None
