@@ -32,7 +32,8 @@ def own_settings() -> Iterator[None]:
 
 def multiplies_in_float32() -> bool:
     """Whether torch computes float32 products in float32, on CPU and GPU: no TF32, no bfloat16."""
-    for backend in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):
+    # Not there in older versions of torch, which have the last setting alone.
+    for backend in (torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)):
         if getattr(backend, "fp32_precision", "ieee") not in ("ieee", "none"):
             return False
     try:
