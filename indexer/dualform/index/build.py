@@ -4,9 +4,10 @@ The build streams: for each row space, shard by shard, each layer's keys and val
 pass, put in the order of the shard's sidecar and written with their digest. Memory is bounded by
 the shard (two buffers of its bytes), whatever the recording's length.
 
-Of two threads beside, one asks for the next shard's part of the recording to be read, the other
-works out what the engine must know of the keys, and with the values what the rows add up to, while
-this one copies.
+Of two background threads, one asks for the next shard's part of the recording to be read, the other
+sums up what the engine must know of the keys, and with the values what the rows add up to, while
+this one copies. The products are small and many: a second BLAS thread would mostly wait, spinning,
+so a build leaves BLAS one, and gives back what it had.
 
 Everything is written below a hidden directory beside the target and renamed at the end: a build
 that was killed leaves no index, and the next one starts afresh.
@@ -26,10 +27,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from safetensors.numpy import save as save_safetensors
+from threadpoolctl import threadpool_limits
 
-from dualform.index.beside import Beside
+from dualform.index.background import BackgroundWorker
 from dualform.index.equal_keys import MOST_KEYS, EqualKeysWriter, digests
-from dualform.index.key_facts import KeyFacts
+from dualform.index.key_summary import KeySummary
 from dualform.index.row_spaces import Space, row_spaces
 from dualform.index.row_sum import RowSum
 from dualform.index.shards import ShardFile, ShardWriter
@@ -89,7 +91,7 @@ def build_index(
     source = Recording.open(Path(recording))
     if source.steps == 0:
         raise ValueError(f"{recording} holds no committed step yet; there is nothing to index")
-    with workspace(target) as directory:
+    with workspace(target) as directory, threadpool_limits(1, user_api="blas"):
         build = _Build(source, directory, values and source.manifest.values, shard_rows, progress)
         try:
             build.run()
@@ -111,7 +113,7 @@ class _PendingShard:
     values: Future[FileEntry] | None
     sketch: FileEntry | None
     sums: FileEntry | None
-    facts: KeyFacts
+    summary: KeySummary
 
     def result(self) -> LayerShard:
         return LayerShard(
@@ -119,9 +121,9 @@ class _PendingShard:
             values=None if self.values is None else self.values.result(),
             sketch=self.sketch,
             sums=self.sums,
-            nonnegative=self.facts.nonnegative,
-            max_norm=self.facts.max_norm,
-            nonfinite=self.facts.nonfinite(),
+            nonnegative=self.summary.nonnegative,
+            max_norm=self.summary.max_norm,
+            nonfinite=self.summary.nonfinite(),
         )
 
 
@@ -239,7 +241,7 @@ class _Build:
         stop: int,
     ) -> _PendingShard:
         """Fill and hand over the layer's keys, then its values, of rows [start, stop)."""
-        facts = KeyFacts(stop - start, layer.d_in, run_starts)
+        summary = KeySummary(stop - start, layer.d_in, run_starts)
         directions = self._directions[layer.name]
         sketches = None
         if directions is not None:
@@ -258,19 +260,19 @@ class _Build:
                 self._advance(rows.nbytes)
 
         def study(where: np.ndarray, rows: np.ndarray) -> None:
-            facts.add(where, rows)
+            summary.add(where, rows)
             if sketches is not None and directions is not None:
                 sketches[where] = sketch(rows, directions)
             if hashes is not None:
                 hashes[where] = digests(rows)
 
         def fill_keys(file: ShardFile) -> None:
-            with Beside() as beside:
+            with BackgroundWorker() as background:
                 for _, where, rows in pieces(values=False):
-                    beside.submit(study, where, rows)
+                    background.submit(study, where, rows)
                     file.put(where, rows)
                 if hashes is not None:
-                    beside.submit(equal.add, hashes)
+                    background.submit(equal.add, hashes)
 
         def fill_values(file: ShardFile) -> None:
             row_sum = self._row_sums.get(layer.name)
@@ -279,10 +281,10 @@ class _Build:
                 assert row_sum is not None
                 row_sum.add(step, keys_file.take(where), rows)
 
-            with Beside() as beside:
+            with BackgroundWorker() as background:
                 for record, where, rows in pieces(values=True):
                     if row_sum is not None:
-                        beside.submit(add, record.step, where, rows)
+                        background.submit(add, record.step, where, rows)
                     file.put(where, rows)
 
         rows = stop - start
@@ -293,9 +295,9 @@ class _Build:
         keys_file.let_go()
         entry = None if sketches is None else self._write_array(f"{stem}.sketch.npy", sketches)
         sums = None
-        if facts.sums is not None:
-            sums = self._write_array(f"{stem}.sums.npy", facts.sums)
-        return _PendingShard(keys, values, entry, sums, facts)
+        if summary.sums is not None:
+            sums = self._write_array(f"{stem}.sums.npy", summary.sums)
+        return _PendingShard(keys, values, entry, sums, summary)
 
     def _read_ahead(self, space: Space, start: int, stop: int) -> None:
         """Have the recording of rows [start, stop) read, as far as nobody asked for it before."""

@@ -2,13 +2,11 @@
 
 A file is put together in one page-aligned buffer and written by a thread of its own, so that
 hashing and writing overlap with filling the next file. The buffer goes to another file once this
-one is written and nobody reads it any more. Direct I/O, where the file system has it,
-costs a small part of the CPU time of buffered writes and leaves the page cache alone.
+one is written and nobody reads it any more.
 """
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
 import queue
@@ -20,6 +18,7 @@ from types import TracebackType
 
 import numpy as np
 
+from dualform.store.direct import create_direct, write_at
 from dualform.store.files import FileEntry, digest
 from dualform.store.index import faiss_header, npy_header
 
@@ -147,18 +146,12 @@ def _round_up(size: int) -> int:
 
 def _write_file(path: Path, memory: mmap.mmap, size: int) -> None:
     """Write the first `size` bytes of page-aligned memory; direct where that is possible."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-    try:
-        fd = os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o644)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        fd = os.open(path, flags, 0o644)
+    fd = create_direct(path)
     try:
         view = memoryview(memory)
-        done, end = 0, _round_up(size)
-        while done < end:
-            done += os.pwrite(fd, view[done : min(done + _WRITE, end)], done)
+        end = _round_up(size)
+        for start in range(0, end, _WRITE):
+            write_at(fd, [view[start : min(start + _WRITE, end)]], start)
         os.ftruncate(fd, size)
         os.fsync(fd)
     finally:

@@ -6,8 +6,6 @@ segment is ignored by the reader.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 from safetensors.numpy import save as safetensors
 
+from dualform.store.direct import create_direct, write_at
 from dualform.store.errors import ExistsError
 from dualform.store.files import FileEntry, digest, sync_directory, write_atomic, write_sealed
 from dualform.store.ledger import InexactMark, LedgerRow, to_parquet
@@ -36,9 +35,6 @@ from dualform.store.recording_format import (
     segment_name,
 )
 from dualform.store.row_metadata import Block, blocks_table, column_types
-
-_O_DIRECT = getattr(os, "O_DIRECT", 0)
-_MAX_VECTOR = 512  # buffers per pwritev; every system allows 1,024
 
 
 class Record(NamedTuple):
@@ -224,8 +220,8 @@ class RecordingWriter:
         if not self._open.pending:
             return
         if self._fd is None:
-            self._fd = _create(self._directory / segment_name(self._segments, "bin"))
-        _write(self._fd, self._open.pending, self._open.written)
+            self._fd = create_direct(self._directory / segment_name(self._segments, "bin"))
+        write_at(self._fd, self._open.pending, self._open.written)
         self._open.written = self._open.offset
         self._open.pending = []
 
@@ -271,7 +267,7 @@ class RecordingWriter:
         self.flush()
         number = self._segments
         if self._fd is None:
-            self._fd = _create(self._directory / segment_name(number, "bin"))
+            self._fd = create_direct(self._directory / segment_name(number, "bin"))
         os.fsync(self._fd)
         os.close(self._fd)
         self._fd = None
@@ -299,47 +295,3 @@ class RecordingWriter:
 
     def _part(self, suffix: str) -> Path:
         return self._directory / segment_name(self._segments, suffix)
-
-
-def _create(path: Path) -> int:
-    """Open a new file for direct I/O, or for buffered I/O where the file system has none."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-    try:
-        return os.open(path, flags | _O_DIRECT, 0o644)
-    except OSError as error:
-        if not _O_DIRECT or error.errno != errno.EINVAL:
-            raise
-    path.unlink(missing_ok=True)  # some file systems create the file and then refuse
-    return os.open(path, flags, 0o644)
-
-
-def _write(fd: int, buffers: Sequence[memoryview], offset: int) -> None:
-    """Write all buffers from `offset` on."""
-    waiting = list(buffers)
-    while waiting:
-        head = waiting[:_MAX_VECTOR]
-        try:
-            count = os.pwritev(fd, head, offset)
-        except OSError as error:
-            if error.errno != errno.EINVAL or not _leave_direct(fd):
-                raise
-            continue
-        if count == 0:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        offset += count
-        done = 0
-        while done < len(head) and count >= len(head[done]):
-            count -= len(head[done])
-            done += 1
-        waiting = waiting[done:]
-        if count:
-            waiting[0] = waiting[0][count:]
-
-
-def _leave_direct(fd: int) -> bool:
-    """Turn direct I/O off; False where it was off already."""
-    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-    if not flags & _O_DIRECT:
-        return False
-    fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~_O_DIRECT)
-    return True

@@ -58,8 +58,7 @@ def add_to(commands: Any) -> None:
 
 
 def _build(options: argparse.Namespace) -> int:
-    # The build's products are small and many: a second BLAS thread would mostly wait, spinning.
-    _set_threads(1)
+    _set_threads()
     from dualform.index import build_index
 
     started = time.monotonic()
@@ -204,11 +203,11 @@ def _print_report(report: VerifyReport) -> None:
         print("errors are relative: |rebuilt - trained| / |trained - initial|, Frobenius norm")
 
 
-def _set_threads(threads: int | None = None) -> None:
+def _set_threads() -> None:
     """The thread policy of a process of our own, before torch or FAISS is imported."""
     from dualform.serve import policy
 
-    policy.apply(threads)
+    policy.apply()
 
 
 def _size(directory: Path) -> int:

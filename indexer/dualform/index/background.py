@@ -1,4 +1,4 @@
-"""Work done in a thread beside the one that copies, a few passes behind at most."""
+"""Work done in a background thread while the build copies on, a few passes behind at most."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _AHEAD = 16
 """Passes that may wait for their sketches, or to be added up."""
 
 
-class Beside:
+class BackgroundWorker:
     """A thread that works through what is handed to it, a few passes behind at most.
 
     Leaving it as a context manager waits for it, and raises what it raised.
@@ -25,7 +25,7 @@ class Beside:
         if len(self._waiting) > _AHEAD:
             self._waiting.popleft().result()
 
-    def __enter__(self) -> Beside:
+    def __enter__(self) -> BackgroundWorker:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

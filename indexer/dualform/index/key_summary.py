@@ -1,4 +1,4 @@
-"""What the engine must know of a shard's keys before it reads them: norms, signs, sums per run."""
+"""A summary of a shard's keys, for an engine that has not read them: norms, signs, sums per run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MAX_RUNS = 256
 _FLOAT32_TINY = 1.1754943508222875e-38
 
 
-class KeyFacts:
+class KeySummary:
     """Gathered over a shard's keys as they come.
 
     Args:
