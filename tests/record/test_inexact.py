@@ -197,16 +197,6 @@ def test_adam(tmp_path: Path) -> None:
     assert recording.ledger().steps == 40
 
 
-def test_a_subclass_of_sgd_is_not_sgd(tmp_path: Path) -> None:
-    class Shrinking(torch.optim.SGD):
-        pass
-
-    recording = train(
-        tmp_path / "r", optimizer_of=lambda model: Shrinking(model.parameters(), lr=0.01)
-    )
-    assert "Shrinking" in only(recording.marks["0"]).reason
-
-
 def test_float64_is_recorded_rounded(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = network().double()

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from dualform.store.errors import ExistsError
+from dualform.store.errors import BusyError, ExistsError
 from dualform.store.files import sync_directory
+from dualform.store.lock import WriterLock
 
 
 @contextmanager
@@ -22,19 +22,19 @@ def workspace(target: Path) -> Iterator[Path]:
         )
     target.parent.mkdir(parents=True, exist_ok=True)
     directory = target.with_name(f".{target.name}.partial")
-    lock_path = target.with_name(f".{target.name}.lock")
-    with open(lock_path, "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ExistsError(f"another build is writing {target}; wait for it to end") from None
-        try:
-            if directory.exists():
-                shutil.rmtree(directory)
-            directory.mkdir()
-            yield directory
-            os.rename(directory, target)
-            sync_directory(target.parent)
-        finally:
-            shutil.rmtree(directory, ignore_errors=True)
-            lock_path.unlink(missing_ok=True)
+    try:
+        lock = WriterLock(target)
+    except BusyError as error:
+        raise ExistsError(
+            f"another build ({error.holder}) is writing {target}; wait for it to end"
+        ) from None
+    try:
+        if directory.exists():
+            shutil.rmtree(directory)
+        directory.mkdir()
+        yield directory
+        os.rename(directory, target)
+        sync_directory(target.parent)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+        lock.release()

@@ -14,9 +14,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dualform.record.buffers import Buffer
-from dualform.record.errors import RecordingFailedError
+from dualform.record.errors import RecordingExistsError, RecordingFailedError
 from dualform.record.sink import CapturedPass, State, StepBatch
+from dualform.store.errors import BusyError, ExistsError
 from dualform.store.ledger import InexactMark
+from dualform.store.lock import WriterLock
 from dualform.store.recording import Recording
 from dualform.store.recording_cut import cut_recording
 from dualform.store.recording_format import RecordingManifest
@@ -64,17 +66,59 @@ class DiskSink:
         self._steps = self._committed_steps = 0
         self._thread: threading.Thread | None = None
         self._writer: RecordingWriter | None = None
+        self._lock: WriterLock | None = None
 
     def open(self, manifest: RecordingManifest) -> None:
-        """Claim the path, write the manifest, start the thread.
+        """Claim the path, write the manifest, start the thread. Where it fails, nothing is left.
 
         Raises:
-            ExistsError: The path is there already.
+            RecordingExistsError: The path is there already, or another process records there.
+            RecordingFailedError: It can't be made, such as on a full disk.
         """
-        self._start(RecordingWriter(self.path, manifest))
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.claim()
+            writer = RecordingWriter(self.path, manifest)
+            try:
+                self._start(writer)
+            except BaseException:
+                shutil.rmtree(self.path)
+                raise
+        except BusyError as error:
+            raise RecordingExistsError(
+                f"{self.path} is being recorded by {error.holder}; choose another path, or end "
+                "that process first"
+            ) from None
+        except ExistsError as error:
+            self.release()
+            raise RecordingExistsError(str(error)) from None
+        except OSError as error:
+            self.release()
+            raise RecordingFailedError(
+                f"{self.path}: {_what(error)}, so no recording was started and nothing of it is "
+                f"left; {_START_REMEDY[_is_full(error)]}"
+            ) from error
+        except BaseException:
+            self.release()
+            raise
+
+    def claim(self) -> None:
+        """Lock the path for this sink alone.
+
+        Raises:
+            BusyError: Another process records there.
+            OSError: The lock can't be made beside the path.
+        """
+        self._lock = WriterLock(self.path)
+
+    def release(self) -> None:
+        """Undo `claim`."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
     def resume(self, recording: Recording, step: int) -> None:
-        """Instead of `open`: drop everything after `step` steps of this recording, and go on.
+        """Instead of `open`, after `claim`: drop everything after `step` steps, and go on.
 
         Args:
             recording: Of this path; not to be used afterwards.
@@ -151,12 +195,15 @@ class DiskSink:
 
     def close(self, final: State, marks: Sequence[tuple[str, InexactMark]]) -> None:
         """Write everything, then the final state; ends the thread whatever happens."""
-        self._hand_over()
-        self._put(lambda writer: writer.mark(marks))
-        self._put(lambda writer: writer.close(final))
-        self._put(None)
-        if self._thread is not None:
-            self._thread.join()
+        try:
+            self._hand_over()
+            self._put(lambda writer: writer.mark(marks))
+            self._put(lambda writer: writer.close(final))
+            self._put(None)
+            if self._thread is not None:
+                self._thread.join()
+        finally:
+            self.release()
         self.check()
 
     def _hand_over(self) -> None:
@@ -214,8 +261,7 @@ class DiskSink:
 
     def _failure(self) -> str:
         error = self._error
-        full = isinstance(error, OSError) and error.errno in _FULL
-        what = "there is no space left" if full else f"writing failed ({error!r})"
+        full = _is_full(error)
         remedy = (
             "free some space or choose another disk, then record again; recording fewer layers "
             "(layers=[...]) or keys alone (values=False) needs less"
@@ -223,12 +269,24 @@ class DiskSink:
             else "mend the cause, then record again"
         )
         return (
-            f"{self.path}: {what}; {self._committed_steps:,} of {self._steps:,} steps are "
+            f"{self.path}: {_what(error)}; {self._committed_steps:,} of {self._steps:,} steps are "
             f"committed and stay readable; {remedy}"
         )
 
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_START_REMEDY = {
+    True: "free some space or choose another disk, then record again",
+    False: "choose a path that this process may write to",
+}
+
+
+def _is_full(error: BaseException | None) -> bool:
+    return isinstance(error, OSError) and error.errno in _FULL
+
+
+def _what(error: BaseException | None) -> str:
+    return "there is no space left" if _is_full(error) else f"writing failed ({error!r})"
 
 
 def _stop(writer: RecordingWriter) -> None:

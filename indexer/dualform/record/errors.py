@@ -4,6 +4,8 @@ RecordError
 ├── LayerSelectionError     no such layer, or one that cannot be recorded
 ├── AnnotationError         a column's name, type or size does not fit
 ├── CaptureError            a layer's rows cannot be captured
+├── OptimizerError          the optimizer is none, or hides the real one (a TypeError too)
+├── RecordingExistsError    the path exists, or another process records there
 ├── ResumeError             a recording that can't be continued from this step
 ├── RecorderClosedError     used after close()
 └── RecordingFailedError    the sink failed, such as a full disk
@@ -11,9 +13,19 @@ RecordError
 
 from __future__ import annotations
 
+from dualform.store.errors import ExistsError
+
 
 class RecordError(Exception):
     """Base of everything the recorder raises; the message says what to do next."""
+
+
+class OptimizerError(RecordError, TypeError):
+    """What was given as the optimizer is no torch.optim.Optimizer, nor holds one."""
+
+
+class RecordingExistsError(RecordError, ExistsError):
+    """The path exists already, or another process records there."""
 
 
 class LayerSelectionError(RecordError):

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from dualform.record.wrapped import steps_as
 from dualform.store.ledger import LedgerRow
 
 _Settings = tuple[float, float, float, bool, float, bool]
@@ -21,8 +22,8 @@ class OptimizerView:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
-        self.name = type(optimizer).__name__
-        self.exact = type(optimizer) is torch.optim.SGD
+        self.exact = steps_as(optimizer, torch.optim.SGD)
+        self.name = "SGD" if self.exact else type(optimizer).__name__
         self._key: list[list[int]] = []
         self._groups: list[dict[str, Any]] = []
         self._group_of: dict[torch.Tensor, int] = {}

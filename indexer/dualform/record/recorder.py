@@ -25,6 +25,7 @@ from dualform.record.recorded_lstm import RecordedLSTM
 from dualform.record.resume import resume
 from dualform.record.selection import select_layers
 from dualform.record.sink import CapturedPass, Sink, StepBatch
+from dualform.record.wrapped import unwrapped
 from dualform.store.ledger import InexactMark
 from dualform.store.recording_format import RecordingManifest
 from dualform.store.row_metadata import Block
@@ -53,7 +54,8 @@ class Recorder:
         model: The whole model, already on its device.
         optimizer: Exact for torch.optim.SGD itself (momentum, dampening, Nesterov, weight decay,
             schedules, clipping); for any other the attention weights stay exact and the recording
-            says that the rest is not.
+            says that the rest is not. What `accelerator.prepare` and Lightning's
+            `self.optimizers()` return will do: the optimizer that they wrap is recorded.
         path_or_sink: A directory that does not exist yet, or a sink.
         layers: Names or glob patterns as in `model.named_modules()` (of a compiled model: of the
             one it was made from); None for every supported layer that is called, whose weight the
@@ -67,8 +69,13 @@ class Recorder:
 
     Raises:
         LayerSelectionError: `layers` names nothing that can be recorded.
-        dualform.store.ExistsError: The path exists, and `resume_at_step` is not given.
+        OptimizerError: `optimizer` is none.
+        RecordingExistsError: The path exists, and `resume_at_step` is not given.
+        RecordingFailedError: The recording can't be started, such as on a full disk.
         ResumeError: The recording can't be continued from there; nothing of it was dropped.
+
+        All of them are RecordErrors. Whatever is raised here leaves nothing behind: no folder, no
+        thread, no hooks.
     """
 
     def __init__(
@@ -82,8 +89,7 @@ class Recorder:
         resume_at_step: int | None = None,
         steps: int | None = None,
     ) -> None:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer)}")
+        optimizer = unwrapped(optimizer)
         self._optimizer = OptimizerView(optimizer)
         selected = select_layers(model, layers, self._optimizer.holds)
         self._annotations = Annotations()
@@ -107,16 +113,21 @@ class Recorder:
         self._sink: Sink = DiskSink(path_or_sink) if is_path else path_or_sink  # type: ignore
         specs = {layer.spec.name: layer.spec for layer in self._layers}
         manifest = RecordingManifest(self._optimizer.name, specs, values, _program())
-        if resume_at_step is None:
-            self._sink.open(manifest)
-        else:
-            self._resume(manifest, resume_at_step)
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
-        for layer in self._layers:
-            layer.attach()
+        try:
+            for layer in self._layers:
+                layer.attach()
+            if resume_at_step is None:
+                self._sink.open(manifest)
+            else:
+                self._resume(manifest, resume_at_step)
+        except BaseException:
+            self._closed = True
+            self._unhook()
+            raise
 
     def annotate(self, **columns: Any) -> None:
         """Say what the rows of the following passes are, until the next call or step.
@@ -160,13 +171,10 @@ class Recorder:
         if self._closed:
             return
         self._closed = True
-        for handle in self._handles:
-            handle.remove()
-        self._tape.discard()
+        self._unhook()
         for layer in self._layers:
             # What was exchanged after the last step: the layer is not what that step left.
             self._mark(layer, layer.check_parameters(max(self._step - 1, self._first_step)))
-            layer.detach()
             with np.errstate(all="ignore"):
                 self._mark(layer, layer.check_weights(self._step))
         self._sink.close(self._state(), tuple(self._marks))
@@ -241,6 +249,13 @@ class Recorder:
             layer.advance()
         self._step += 1
         self._sink.append(self._with_state(batch))
+
+    def _unhook(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._tape.discard()
+        for layer in self._layers:
+            layer.detach()
 
     def _with_state(self, batch: StepBatch) -> StepBatch:
         """The step's batch, with the state after it where that is due: the layers' that are exact

@@ -14,7 +14,7 @@ import torch
 
 from dualform.record.disk import DiskSink
 from dualform.record.errors import ResumeError
-from dualform.store.errors import NotFoundError
+from dualform.store.errors import BusyError, NotFoundError, StoreError
 from dualform.store.ledger import Coefficients, Ledger
 from dualform.store.recording import LayerSpec, PassRecord, Recording, RecordingManifest
 from dualform.store.recording_format import padded
@@ -56,16 +56,43 @@ def resume(
         pairs: By parameter name, as they are now.
 
     Raises:
-        ResumeError: There is no such recording or step, or it does not fit; nothing was dropped.
-        StoreError: The recording can't be read; likewise.
+        ResumeError: There is no such recording or step, it does not fit, it can't be read, or
+            another process records there; nothing was dropped. Or the disk failed in the middle:
+            the same call can be made again.
     """
-    try:
-        recording = Recording.open(sink.path)
-    except NotFoundError as error:
+    if not sink.path.is_dir():
         raise ResumeError(
-            f"resume_at_step={step}: {error}; without resume_at_step a new one is started"
+            f"resume_at_step={step}: there is no recording at {sink.path}; without resume_at_step "
+            "a new one is started"
+        )
+    try:
+        sink.claim()
+        return _resume(sink, manifest, step, pairs)
+    except BusyError as error:
+        raise ResumeError(
+            f"resume_at_step={step}: {sink.path} is being recorded by {error.holder}; end that "
+            "process first, or record to another path. Nothing was dropped"
         ) from None
-    with recording:
+    except BaseException as error:
+        sink.release()
+        if isinstance(error, NotFoundError):
+            raise ResumeError(
+                f"resume_at_step={step}: {error}; without resume_at_step a new one is started"
+            ) from None
+        if isinstance(error, StoreError):
+            raise ResumeError(f"resume_at_step={step}: {error}. Nothing was dropped") from error
+        if isinstance(error, OSError):
+            raise ResumeError(
+                f"resume_at_step={step}: {sink.path} can't be continued now ({error}); mend that, "
+                "such as by freeing space, and resume at the same step again"
+            ) from error
+        raise
+
+
+def _resume(
+    sink: DiskSink, manifest: RecordingManifest, step: int, pairs: Mapping[str, Pair]
+) -> Resumed:
+    with Recording.open(sink.path) as recording:
         _check_manifest(recording, manifest)
         if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= recording.steps:
             raise ResumeError(
@@ -73,7 +100,7 @@ def resume(
                 f"{recording.steps:,} steps, the last that was committed: load a checkpoint of "
                 "one of these steps"
             )
-        if recording.segments and manifest.values:
+        if recording.steps and manifest.values:
             ledger = recording.ledger()
             for spec in manifest.layers.values():
                 if all(mark.from_step >= step for mark in recording.marks[spec.name]):

@@ -4,6 +4,7 @@ The formats are specified in docs/format.md. Nothing here needs torch or FAISS.
 """
 
 from dualform.store.errors import (
+    BusyError,
     DamagedError,
     ExistsError,
     NoSpaceError,
@@ -15,6 +16,7 @@ from dualform.store.index import IndexLayer, IndexManifest, LayerShard, RowSpace
 from dualform.store.ledger import Coefficients, InexactMark, Ledger, LedgerRow
 
 __all__ = [
+    "BusyError",
     "Coefficients",
     "DamagedError",
     "ExistsError",

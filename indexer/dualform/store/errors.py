@@ -6,6 +6,7 @@ StoreError
 ├── DamagedError       truncated, altered or incomplete; names the file
 ├── NoSpaceError       the disk is full
 └── ExistsError        the target is already there
+    └── BusyError      another process writes it now; names that process
 """
 
 from __future__ import annotations
@@ -27,6 +28,20 @@ class VersionError(StoreError):
 
 class ExistsError(StoreError):
     """The target exists; nothing is ever overwritten silently."""
+
+
+class BusyError(ExistsError):
+    """Another process writes the target now.
+
+    Args:
+        path: The target.
+        holder: Such as "process 4711 on node3".
+    """
+
+    def __init__(self, path: Path | str, holder: str) -> None:
+        self.path = Path(path)
+        self.holder = holder
+        super().__init__(f"{path} is being written by {holder}; wait for it to end, or end it")
 
 
 class NoSpaceError(StoreError):

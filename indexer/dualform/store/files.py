@@ -56,11 +56,15 @@ def write_atomic(path: Path, data: bytes) -> FileEntry:
         The entry for a manifest in the same directory.
     """
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:  # such as a full disk: what was half written must not take its place
+        temporary.unlink(missing_ok=True)
+        raise
     sync_directory(path.parent)
     return FileEntry(path.name, len(data), digest(data))
 

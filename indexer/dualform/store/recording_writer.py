@@ -7,6 +7,7 @@ segment is ignored by the reader.
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,7 @@ from dualform.store.recording_format import (
     EXAMPLES,
     FINAL,
     INITIAL,
+    MANIFEST,
     SEGMENTS,
     PassRecord,
     RecordingManifest,
@@ -105,15 +107,21 @@ class RecordingWriter:
         try:
             path.mkdir(parents=True)
         except FileExistsError:
-            raise ExistsError(
-                f"{path} exists, and a recording never overwrites: choose another path, remove it "
-                "first, or continue it with Recorder(..., resume_at_step=...) from a checkpoint"
-            ) from None
-        (path / SEGMENTS).mkdir()
-        (path / EXAMPLES).mkdir()
-        manifest.save(path)
-        sync_directory(path.parent)
-        self._set_up(path, manifest, ())
+            if not _was_never_started(path):
+                raise ExistsError(
+                    f"{path} exists, and a recording never overwrites: choose another path, remove "
+                    "it first, or continue it with Recorder(..., resume_at_step=...) from a "
+                    "checkpoint (of step 0 where nothing was committed)"
+                ) from None
+        try:
+            (path / SEGMENTS).mkdir(exist_ok=True)
+            (path / EXAMPLES).mkdir(exist_ok=True)
+            manifest.save(path)
+            sync_directory(path.parent)
+            self._set_up(path, manifest, ())
+        except BaseException:  # a path that could be neither started nor continued
+            shutil.rmtree(path, ignore_errors=True)
+            raise
 
     @classmethod
     def resume(
@@ -295,3 +303,11 @@ class RecordingWriter:
 
     def _part(self, suffix: str) -> Path:
         return self._directory / segment_name(self._segments, suffix)
+
+
+def _was_never_started(path: Path) -> bool:
+    """Whether a start was broken off here before the manifest was whole; nothing else is there."""
+    if not (path / SEGMENTS).is_dir():
+        return False
+    found = {entry.relative_to(path).as_posix() for entry in path.rglob("*")}
+    return found <= {SEGMENTS, EXAMPLES, f"{MANIFEST}.tmp"}

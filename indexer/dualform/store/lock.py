@@ -1,0 +1,93 @@
+"""One writer at a time: a lock of the operating system's beside what is written.
+
+It ends with its process, however that ends; the file that may stay then says nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import weakref
+from pathlib import Path
+
+from dualform.store.errors import BusyError
+
+
+class WriterLock:
+    """Held from the call until `release`, or the end of the process.
+
+    Args:
+        target: What is going to be written; its folder must be there. The lock is the file
+            `.NAME.lock` beside it.
+
+    Raises:
+        BusyError: Another process, or another writer of this one, holds it.
+        OSError: The file can't be made.
+    """
+
+    def __init__(self, target: Path) -> None:
+        target = Path(os.path.realpath(target))
+        self._path = target.with_name(f".{target.name}.lock")
+        self._fd: int | None = None
+        while self._fd is None:
+            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Whoever held it may have removed the file between the two calls above.
+                if self._path.exists() and os.path.samestat(os.fstat(fd), os.stat(self._path)):
+                    self._fd, fd = fd, -1
+                    with contextlib.suppress(OSError):  # on a full disk it holds without a name
+                        os.ftruncate(self._fd, 0)
+                        os.pwrite(self._fd, json.dumps(_own()).encode(), 0)
+            except BlockingIOError:
+                raise BusyError(target, _holder(fd)) from None
+            except FileNotFoundError:
+                pass
+            finally:
+                if fd >= 0:
+                    os.close(fd)
+        _held.add(self)
+
+    def release(self) -> None:
+        """Let others write. Twice does no harm."""
+        if self._fd is not None:
+            self._path.unlink(missing_ok=True)  # while it is ours
+            self._close()
+
+    def _close(self) -> None:
+        if self._fd is not None:
+            fd, self._fd = self._fd, None
+            os.close(fd)
+
+    def __del__(self) -> None:
+        if getattr(self, "_fd", None) is not None:
+            self._close()
+
+
+def _own() -> dict[str, int | str]:
+    return {"pid": os.getpid(), "host": socket.gethostname()}
+
+
+def _holder(fd: int) -> str:
+    try:
+        own = json.loads(os.pread(fd, 4096, 0))
+        if own == _own():
+            return f"this process ({own['pid']}) itself, whose other writer was not closed"
+        return f"process {int(own['pid'])} on {own['host']}"
+    except (ValueError, KeyError, TypeError, OSError):  # not written yet
+        return "another process"
+
+
+_held: weakref.WeakSet[WriterLock] = weakref.WeakSet()
+
+
+def _forget() -> None:
+    """In a forked child, such as a data loader's worker: the lock is the parent's alone."""
+    for lock in list(_held):
+        lock._close()
+
+
+os.register_at_fork(after_in_child=_forget)
