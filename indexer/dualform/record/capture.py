@@ -7,6 +7,7 @@ the weight is frozen), and dropped when that gradient is found zeroed (design: *
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ from torch.autograd import Variable
 
 from dualform.record.annotations import Annotations, Column
 from dualform.record.buffers import Buffer, Pool
+from dualform.record.compiled import outside_graphs
 from dualform.record.errors import CaptureError
 from dualform.record.layers import LayerKind
 from dualform.record.place import LayerPlace
@@ -328,14 +330,15 @@ class LayerCapture:
 
 
 class _ForwardHook:
-    """The hook that lies in the module. Copies of the module get an inert one.
+    """The hook that lies in the module. In copies of the module, saved ones included, a callable of
+    the standard library's that does nothing lies there: they load where dualform is not installed.
 
     A compiled model runs it as it is, between two graphs.
     """
 
-    def __init__(self, layer: LayerCapture | None = None) -> None:
-        self._layer = None if layer is None else weakref.ref(layer)
-        self._apart = torch.compiler.disable(self._forward)
+    def __init__(self, layer: LayerCapture) -> None:
+        self._layer = weakref.ref(layer)
+        self._apart = outside_graphs(self._forward)
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -346,12 +349,12 @@ class _ForwardHook:
             self._forward(args, kwargs, output)
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        layer = None if self._layer is None else self._layer()
+        layer = self._layer()
         if layer is not None:
             layer.forward(args, kwargs, output)
 
-    def __reduce__(self) -> tuple[type[_ForwardHook], tuple[()]]:
-        return _ForwardHook, ()
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, str]]:
+        return getattr, (contextlib.nullcontext(), "__exit__")
 
 
 def _is_functional(tensor: torch.Tensor) -> bool:

@@ -25,7 +25,8 @@ WEIGHTS_CHANGED = "weights changed other than by the recorded optimizer steps"
 _CAUSES = """layer {name!r} got a gradient, but none of its own passes brought it. Likely causes:
 - the model uses the weight without calling the layer: F.linear(x, layer.weight), or
   nn.MultiheadAttention, which never calls its out_proj;
-- the model was compiled and had run before the recorder was made: make it before the first call;
+- a function around the model was compiled and had run before the recorder was made: make the
+  recorder first, or call torch._dynamo.reset() before it, which forgets compiled code;
 - the gradient was assigned by hand, or its backward ran before the recorder was made.
 Leave the layer out with Recorder(..., layers=[...]), or call it as a module."""
 

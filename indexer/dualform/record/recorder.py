@@ -16,6 +16,7 @@ from torch import nn
 from dualform.record.annotations import Annotations, block_of
 from dualform.record.buffers import Pool
 from dualform.record.capture import Pass, Tape
+from dualform.record.compiled import HooksSeen, check_compiled
 from dualform.record.disk import DiskSink
 from dualform.record.errors import RecorderClosedError, RecordError, ResumeError
 from dualform.record.examples import ExampleIntake
@@ -90,6 +91,7 @@ class Recorder:
         steps: int | None = None,
     ) -> None:
         optimizer = unwrapped(optimizer)
+        check_compiled(model)
         self._optimizer = OptimizerView(optimizer)
         selected = select_layers(model, layers, self._optimizer.holds)
         self._annotations = Annotations()
@@ -113,6 +115,7 @@ class Recorder:
         self._sink: Sink = DiskSink(path_or_sink) if is_path else path_or_sink  # type: ignore
         specs = {layer.spec.name: layer.spec for layer in self._layers}
         manifest = RecordingManifest(self._optimizer.name, specs, values, _program())
+        self._hooks_seen = HooksSeen(model)
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -253,6 +256,7 @@ class Recorder:
     def _unhook(self) -> None:
         for handle in self._handles:
             handle.remove()
+        self._hooks_seen.close()
         self._tape.discard()
         for layer in self._layers:
             layer.detach()
