@@ -194,7 +194,6 @@ def test_the_loop_can_go_on_after_a_refused_step(tmp_path: Path, pair: Pair) -> 
         ({"label": [2**63, -1]}, "beyond 64 bits"),
         ({"label": [[2**70], [0]]}, "cannot store"),
         ({"label": np.array(["2020-01-01"], "datetime64[D]")}, "datetime64"),
-        ({"label": np.ma.array([1, 2], mask=[False, True])}, "masked"),
         ({"label": [[np.ma.masked, 1]]}, "masked"),
         ({"label": np.ma.masked}, "masked"),
         ({"label": torch.ones(3).to_sparse()}, "sparse_coo tensor of torch.float32"),

@@ -12,6 +12,7 @@ import torch
 
 from dualform.record.buffers import host_array
 from dualform.record.errors import AnnotationError
+from dualform.record.nulls import filled, without_nulls
 from dualform.store.recording_format import ROW_COLUMNS
 from dualform.store.row_metadata import Block
 
@@ -20,7 +21,10 @@ _NUMPY_FLOATS = (torch.float16, torch.float32, torch.float64)
 
 
 class Column(NamedTuple):
-    """One annotated column: flat values (int64, float64, bool, or str objects), and their shape."""
+    """One annotated column: flat values (int64, float64, bool, or str objects), and their shape.
+
+    Where some are missing: a masked array, or None among the objects.
+    """
 
     values: np.ndarray
     shape: tuple[int, ...]
@@ -50,7 +54,13 @@ class Annotations:
         for name, value in columns.items():
             if name not in self._types:
                 _check_name(name)
-            kind, converted[name] = _convert(name, value)
+            present, missing = without_nulls(value)
+            if missing is not None and missing.all():
+                continue  # as if it were not given
+            kind, column = _convert(name, present)
+            if missing is not None:
+                column = Column(filled(column.values, missing), missing.shape)
+            converted[name] = column
             types[name] = kind
             before = self._types.get(name, kind)
             if kind != before:
@@ -127,7 +137,8 @@ def _convert(name: str, value: Any) -> tuple[str, Column]:
         raise AnnotationError(
             f"annotate({name}=...): cannot store {_describe(array)}; allowed are integers (int64), "
             "floating-point numbers, strings and booleans, without None. Leave the column out of "
-            "the call for passes that have no value"
+            "the call for passes that have no value; where some rows have none, give a pandas "
+            "nullable, Arrow or masked array"
         )
     if name == "example" and kind not in ("int64", "string"):
         raise AnnotationError(
@@ -156,8 +167,8 @@ def _as_numpy(name: str, value: Any) -> np.ndarray:
         return _of_tensor(name, value)
     if _is_masked(value):
         raise AnnotationError(
-            f"annotate({name}=...): masked values cannot be stored, as None can't. Fill them, or "
-            "leave the column out of the call for passes that have no value"
+            f"annotate({name}=...): masked values in a list cannot be stored; give one masked "
+            "array, or leave the column out of the call for passes that have no value"
         )
     try:
         array = np.asarray(value)

@@ -31,7 +31,8 @@ class Block:
         step: The optimizer step that used the rows.
         leading: Shape of the layer's input without its last axis: (), (batch,), (batch, time), ...
         columns: The annotation, by name: flat int64, float64, bool, or object (str) arrays with
-            one entry for all rows, one per leading index, or one per row.
+            one entry for all rows, one per leading index, or one per row. Masked, or None among
+            the objects, where there is none.
     """
 
     step: int
@@ -94,12 +95,20 @@ def _column(parts: Sequence[np.ndarray | None], counts: np.ndarray, kind: str) -
     dtype = object if kind == "string" else np.dtype(kind)
     filler = np.zeros(1, dtype)
     spread = []
+    masks = []
     for part, count in zip(parts, counts.tolist(), strict=True):
         given = filler if part is None else part
-        spread.append(given if len(given) == count else np.repeat(given, count // len(given)))
+        each = count // len(given) if len(given) else 1
+        spread.append(given if len(given) == count else np.repeat(given, each))
+        if part is None:
+            masks.append(np.ones(count, np.bool_))
+        elif isinstance(part, np.ma.MaskedArray):
+            spread[-1] = np.ma.getdata(spread[-1])
+            masks.append(np.repeat(np.ma.getmaskarray(part), each))
+        else:
+            masks.append(np.zeros(count, np.bool_))
     values = _joined(spread, dtype)
-    missing = np.array([part is None for part in parts], np.bool_)
-    mask = np.repeat(missing, counts) if missing.any() else None
+    mask = np.concatenate(masks) if masks and any(own.any() for own in masks) else None
     if kind == "string":  # as a list: from an object array, pyarrow would first import pandas
         if mask is not None:
             values[mask] = None
