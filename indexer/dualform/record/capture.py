@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -130,6 +131,9 @@ class LayerCapture:
         self._kind = kind
         self._tape = tape
         self._watch = watch
+        # Backwards of several threads may run through one graph: none may find the gradient zeroed,
+        # and drop what another commits meanwhile.
+        self._lock = threading.Lock()
         self._frozen = False  # in the forward or the backward of the value copied last
         self._handle: Any = None
         self._on_weight: Any = None
@@ -273,9 +277,18 @@ class LayerCapture:
         if item.key is None:
             self.late = True
             return
-        grad = self.bias.grad if frozen and self.bias is not None else self.weight.grad
         if frozen:
             self._attach_to(False)  # it may have been frozen since the forward
+        with self._lock:
+            self._look_at_gradient(frozen)
+        value = self._tape.pool.take(item.rows, self.spec.d_out)
+        value.copy_negated(gradient)
+        self._tape.defer(self, (item, value))
+
+    def _look_at_gradient(self, frozen: bool) -> None:
+        """What the running backward is going to add to: was it zeroed, or does it hold more?"""
+        grad = self.bias.grad if frozen and self.bias is not None else self.weight.grad
+        if frozen:
             if grad is None or not grad.any():
                 self.drop()
             elif not self._passes:
@@ -285,21 +298,19 @@ class LayerCapture:
                 self.drop()
         elif grad is not None and self._watch.sampled(grad):
             self.carried = True
-        value = self._tape.pool.take(item.rows, self.spec.d_out)
-        value.copy_negated(gradient)
-        self._tape.defer(self, (item, value))
 
     def _commit(self, alone: bool = False) -> None:
         """The running backward has accumulated into the weight, or the bias alone: it counts."""
-        for item, value in self._tape.accumulated(self):
-            self.alone = self.alone or alone
-            if item.value is None:
-                item.value = value
-            else:
-                with np.errstate(all="ignore"):  # infinite values are recorded, not warned of
-                    item.value.array += value.array
-            self._passes[item.number] = item
-            self.ever = True
+        with self._lock:
+            for item, value in self._tape.accumulated(self):
+                self.alone = self.alone or alone
+                if item.value is None:
+                    item.value = value
+                else:
+                    with np.errstate(all="ignore"):  # infinite values are recorded, not warned of
+                        item.value.array += value.array
+                self._passes[item.number] = item
+                self.ever = True
 
     def _attach_to(self, weight: bool) -> None:
         """Hook the weight, or while it is frozen the bias: a frozen parameter takes no hook."""
