@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from dualform.index import build_index
+from dualform.optimizers import SGDSettings
 from dualform.store.ledger import LedgerRow
 from dualform.store.recording_format import ALIGNMENT, LayerSpec, RecordingManifest
 from dualform.store.recording_writer import Record, RecordingWriter, StepPass
@@ -70,7 +71,14 @@ def make_recording(
         writer.append(
             [StepPass("fc", count, 0, _record(keys[own]), kept)],
             [Block(step, (count,), metadata)],
-            [LedgerRow(step, "fc.weight", lr, momentum, first=momentum != 0 and step == 0)],
+            [
+                LedgerRow(
+                    step,
+                    "fc.weight",
+                    SGDSettings(lr, momentum),
+                    first=momentum != 0 and step == 0,
+                )
+            ],
         )
         writer.flush()
     writer.close(state)

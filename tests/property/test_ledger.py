@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from dualform.optimizers import SGDSettings
 from dualform.record.optimizer import OptimizerView
 from dualform.store.ledger import Ledger, LedgerRow, from_parquet, to_parquet
 
@@ -180,7 +181,7 @@ def test_the_closed_form(momentum: float, lr: float) -> None:
     """Constant momentum, clip factors s_t: c_t = lr s_t (1 - mu^(T - t)) / (1 - mu)."""
     scales = np.random.default_rng(0).uniform(0.1, 1, 500)
     rows = [
-        LedgerRow(t, "w", lr, momentum, scale=s, first=momentum != 0 and t == 0)
+        LedgerRow(t, "w", SGDSettings(lr, momentum), scale=s, first=momentum != 0 and t == 0)
         for t, s in enumerate(scales.tolist())
     ]
     c = Ledger(rows, 500).coefficients("w", 500)
@@ -191,6 +192,6 @@ def test_the_closed_form(momentum: float, lr: float) -> None:
 
 @pytest.mark.parametrize(("at_step", "start"), [(-1, 0), (4, 0), (2, 3), (2, -1)])
 def test_steps_beyond_the_ledger_are_refused(at_step: int, start: int) -> None:
-    ledger = Ledger([LedgerRow(t, "w", 0.1) for t in range(3)], 3)
+    ledger = Ledger([LedgerRow(t, "w", SGDSettings(0.1)) for t in range(3)], 3)
     with pytest.raises(ValueError, match="need 0 <="):
         ledger.coefficients("w", at_step, start)

@@ -80,11 +80,11 @@ def test_decay_on_weights_only_and_a_learning_rate_per_layer(tmp_path: Path) -> 
     )
     recording = train(tmp_path / "r", optimizer, model, 50)
     parameters = recording.ledger().parameters
-    assert parameters["0.weight"][7].weight_decay == 0.1
-    assert parameters["0.bias"][7].weight_decay == 0.0
-    assert parameters["0.bias"][7].momentum == 0.5
+    assert parameters["0.weight"][7].settings.weight_decay == 0.1
+    assert parameters["0.bias"][7].settings.weight_decay == 0.0
+    assert parameters["0.bias"][7].settings.momentum == 0.5
     assert [row.first for row in parameters["0.bias"]] == [True] + [False] * 49
-    assert parameters["2.bias"][7].lr == float(torch.tensor(0.03))
+    assert parameters["2.bias"][7].settings.lr == float(torch.tensor(0.03))
     reading.assert_rebuilds(tmp_path / "r")
 
 

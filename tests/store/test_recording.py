@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dualform.optimizers import SGDSettings
 from dualform.store import DamagedError, ExistsError, NotFoundError, VersionError
 from dualform.store.ledger import InexactMark, LedgerRow
 from dualform.store.recording import LayerSpec, Recording, RecordingManifest
@@ -53,7 +54,7 @@ def write(path: Path, steps: int = 5, close: bool = True, every: int = 2) -> Non
         columns = {"label": np.arange(rows)} if step else {}
         if step >= 3:
             columns["task"] = np.array(["late"], object)
-        ledger = [LedgerRow(step, p, 0.1) for p in ("a.weight", "a.bias", "b.weight")]
+        ledger = [LedgerRow(step, p, SGDSettings(0.1)) for p in ("a.weight", "a.bias", "b.weight")]
         marks = [("b", InexactMark(step, "why"))] if step == 3 else []
         writer.append(passes, [Block(step, (rows,), columns)], ledger, marks)
         if step == 1:
@@ -120,7 +121,9 @@ def test_reads_what_was_written(path: Path) -> None:
         assert [t.to_pylist() for t in recording.example_tables()] == [
             [{"id": "x", "kind": "text", "data": b"hello"}]
         ]
-        assert recording.ledger().parameters["b.weight"][4] == LedgerRow(4, "b.weight", 0.1)
+        assert recording.ledger().parameters["b.weight"][4] == LedgerRow(
+            4, "b.weight", SGDSettings(0.1)
+        )
 
 
 def test_without_an_orderly_end(tmp_path: Path) -> None:

@@ -1,44 +1,61 @@
-"""Reading torch.optim.SGD as it is at a step: the ledger's rows, and the momentum buffers."""
+"""Reading an optimizer as it is at a step: its family, the ledger's rows, and its state."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 
-from dualform.record.wrapped import steps_as
+from dualform.optimizers import family_of
 from dualform.store.ledger import LedgerRow
-
-_Settings = tuple[float, float, float, bool, float, bool]
 
 
 class OptimizerView:
     """Reads one optimizer, whose groups may change while training runs.
 
     Args:
-        optimizer: Any optimizer; only torch.optim.SGD itself is understood.
+        optimizer: Any optimizer.
+
+    Attributes:
+        optimizer: As given.
+        name: Its class's.
+        family: What it belongs to (`dualform.optimizers`).
+        why_not: Why its steps can't be read; None where they can.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
-        self.exact = steps_as(optimizer, torch.optim.SGD)
-        self.name = "SGD" if self.exact else type(optimizer).__name__
+        self.family, self.name, self.why_not = family_of(optimizer)
+        self._counted = "nth" in self.family.settings_type._fields
         self._key: list[list[int]] = []
-        self._groups: list[dict[str, Any]] = []
         self._group_of: dict[torch.Tensor, int] = {}
-        self._settings: list[_Settings] = []
+        self._settings: dict[tuple[int, int], Any] = {}
+        self._counts: dict[torch.Tensor, int] = {}
         self.refresh()
+
+    @property
+    def exact(self) -> bool:
+        """Whether a family knows how the optimizer moves weights."""
+        return self.why_not is None and self.family.scalar
 
     def holds(self, parameter: torch.Tensor) -> bool:
         """Whether the optimizer updates this parameter; see `refresh`."""
         return parameter in self._group_of
 
     def momentum(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """The parameter's momentum buffer, if it has one yet."""
+        """The parameter's momentum buffer, if the family has one and it is there yet."""
+        name = self.family.momentum
+        return None if name is None else self.buffers(parameter).get(name)
+
+    def buffers(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The parameter's state tensors that are there by now, by the family's names."""
         state: Mapping[str, Any] = self.optimizer.state.get(parameter, {})
-        buffer = state.get("momentum_buffer")
-        return buffer if isinstance(buffer, torch.Tensor) else None
+        return {
+            name: state[key]
+            for name, key in self.family.buffers.items()
+            if isinstance(state.get(key), torch.Tensor)
+        }
 
     def kernel_scale(self) -> float:
         """What the step itself multiplies gradients by, before anything else.
@@ -58,27 +75,46 @@ class OptimizerView:
         """The ledger's row of a parameter for the step that is about to run; see `refresh`."""
         index = self._group_of.get(parameter)
         if index is None:
-            return LedgerRow(step, name, lr=0.0, took_part=False)
-        settings = self._settings[index]
-        first = took_part and settings[1] != 0 and self.momentum(parameter) is None
-        return LedgerRow(step, name, *settings, scale, took_part, first)
+            settings = self._no_settings()
+            return LedgerRow(step, name, settings, took_part=False)
+        count = self._count(parameter, took_part) if self._counted else 0
+        key = (index, count)
+        if key not in self._settings:
+            group = self.optimizer.param_groups[index]
+            self._settings[key] = self.family.read(group, count)
+        settings = self._settings[key]
+        first = (
+            took_part
+            and self.family.scalar
+            and settings.momentum != 0
+            and self.momentum(parameter) is None
+        )
+        return LedgerRow(step, name, settings, scale, took_part, first)
 
     def refresh(self) -> None:
         """Look at the groups again; due once per step."""
         groups = self.optimizer.param_groups
         key = [[id(group), *map(id, group["params"])] for group in groups]
         if key != self._key:
-            self._key, self._groups = key, list(groups)
+            self._key = key
             self._group_of = {p: i for i, group in enumerate(groups) for p in group["params"]}
-        self._settings = [self._read(group) for group in groups]
+        self._settings = {}
 
-    def _read(self, group: Mapping[str, Any]) -> _Settings:
-        """lr, momentum, dampening, nesterov, weight_decay, maximize: the ledger's order."""
-        return (
-            float(group["lr"]),
-            float(group.get("momentum", 0.0)) if self.exact else 0.0,
-            float(group.get("dampening", 0.0)),
-            bool(group.get("nesterov", False)),
-            float(group.get("weight_decay", 0.0)),
-            bool(group.get("maximize", False)),
-        )
+    def _count(self, parameter: torch.Tensor, took_part: bool) -> int:
+        """How many steps the parameter will have taken after the coming one."""
+        state: Mapping[str, Any] = self.optimizer.state.get(parameter, {})
+        step = state.get("step", 0)
+        if isinstance(step, torch.Tensor) and step.device.type != "cpu":
+            # Reading it would wait for the device: it is read once, and counted from there.
+            if parameter not in self._counts:
+                self._counts[parameter] = int(step)
+            before = self._counts[parameter]
+            self._counts[parameter] += took_part
+        else:
+            before = int(step)
+        return before + took_part
+
+    def _no_settings(self) -> Any:
+        """Of a parameter that the optimizer does not hold at this step."""
+        kinds = get_type_hints(self.family.settings_type)
+        return self.family.settings_type(**{name: kind() for name, kind in kinds.items()})

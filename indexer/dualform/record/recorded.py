@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -17,8 +18,8 @@ from dualform.record.watch import GradientWatch
 from dualform.record.weights import WeightProbe
 from dualform.store.ledger import InexactMark, LedgerRow
 
-Pair = tuple[torch.Tensor, torch.Tensor | None]
-"""A parameter and its momentum buffer, if it has one."""
+ParameterState = tuple[torch.Tensor, Mapping[str, torch.Tensor]]
+"""A parameter, and the optimizer's buffers for it that are there, by the family's names."""
 
 WEIGHTS_CHANGED = "weights changed other than by the recorded optimizer steps"
 
@@ -75,13 +76,14 @@ class RecordedLayer:
         self._kept_as = {name: (p.shape, p.dtype) for name, p in self.parameters.items()}
         self._probes = {name: WeightProbe() for name in self.parameters}
         self._single = weight.dtype == torch.float32
-        self._follow_weights = self._single and optimizer.exact
+        self._exact = self._single and optimizer.exact
+        self._follow_weights = self._exact and optimizer.family.scalar
         self._follow_rows = self._single
 
     @property
     def exact(self) -> bool:
         """Nothing was found so far that the ledger does not explain."""
-        return self._follow_weights
+        return self._exact
 
     def attach(self) -> None:
         """Hook the module."""
@@ -91,17 +93,17 @@ class RecordedLayer:
         """Remove every hook, and let go of all rows."""
         self.capture.detach()
 
-    def pairs(self) -> dict[str, Pair]:
-        """Weight and bias by name, and their momentum buffers."""
+    def states(self) -> dict[str, ParameterState]:
+        """Weight and bias by name, with the optimizer's buffers."""
         return {
-            name: (_as(parameter, *self._kept_as[name]), self._optimizer.momentum(parameter))
+            name: (_as(parameter, *self._kept_as[name]), self._optimizer.buffers(parameter))
             for name, parameter in self.parameters.items()
         }
 
     def state_bytes(self) -> int:
         """What a stored state of this layer takes."""
         return sum(
-            parameter.nbytes * (1 if self._optimizer.momentum(parameter) is None else 2)
+            parameter.nbytes * (1 + len(self._optimizer.buffers(parameter)))
             for parameter in self.parameters.values()
         )
 
@@ -114,7 +116,7 @@ class RecordedLayer:
         reason = self.capture.follow()
         if reason is None:
             return None
-        self._follow_rows = self._follow_weights = False
+        self._follow_rows = self._follow_weights = self._exact = False
         known = reason in self._changes
         self._changes.add(reason)
         self.parameters[self.spec.weight] = self.capture.weight
@@ -162,7 +164,7 @@ class RecordedLayer:
         ]
         fault = weight.fault or verdicts[-1][0].fault
         if fault is not None and self._follow_rows and mark is None:
-            self._follow_rows = self._follow_weights = False
+            self._follow_rows = self._follow_weights = self._exact = False
             mark = InexactMark(step, self._reason(fault))
         return [row for row, _, _ in self._rows], mark
 
@@ -188,7 +190,7 @@ class RecordedLayer:
             probe.reset(step, state)
         if agree:
             return None
-        self._follow_weights = False
+        self._follow_weights = self._exact = False
         what = WEIGHTS_CHANGED if finite else "the weights are no longer finite"
         return InexactMark(since, f"{what} (between step {since} and step {step})")
 
@@ -235,11 +237,8 @@ class RecordedLayer:
                 0, f"rounded: {self.spec.dtype} weights, but keys and values are kept as float32"
             )
         if not self._optimizer.exact:
-            return InexactMark(
-                0,
-                f"optimizer {self._optimizer.name}: only torch.optim.SGD's weights are a sum over "
-                "rows; attention weights stay exact",
-            )
+            why = self._optimizer.why_not or "its outputs are not answered yet"
+            return InexactMark(0, f"optimizer {self._optimizer.name}: {why}; weights stay exact")
         return None
 
     def _reason(self, fault: str) -> str:

@@ -17,7 +17,7 @@ import torch
 from dualform.record.capture import Pass, Tape
 from dualform.record.errors import CaptureError
 from dualform.record.optimizer import OptimizerView
-from dualform.record.recorded import Pair, RecordedLayer
+from dualform.record.recorded import ParameterState, RecordedLayer
 from dualform.record.selection import SelectedLayer
 from dualform.store.ledger import InexactMark, LedgerRow
 
@@ -66,9 +66,9 @@ class RecordedLSTM:
         self._ih.detach()
         self._hh.detach()
 
-    def pairs(self) -> dict[str, Pair]:
-        """The joined weight and bias by name, and their momentum buffers."""
-        (ih, *ih_bias), (hh, *hh_bias) = self._ih.pairs().values(), self._hh.pairs().values()
+    def states(self) -> dict[str, ParameterState]:
+        """The joined weight and bias by name, with the optimizer's buffers."""
+        (ih, *ih_bias), (hh, *hh_bias) = self._ih.states().values(), self._hh.states().values()
         joined = {self.spec.weight: _both(hh, ih, lambda a, b: torch.cat([a, b], 1))}
         if self.spec.bias is not None:
             joined[self.spec.bias] = _both(hh_bias[0], ih_bias[0], torch.add)
@@ -171,13 +171,15 @@ class RecordedLSTM:
         return joined
 
 
-def _both(hh: Pair, ih: Pair, join: _Join) -> Pair:
-    momentum = [
-        torch.zeros_like(parameter) if buffer is None else buffer for parameter, buffer in (hh, ih)
-    ]
-    missing = hh[1] is None and ih[1] is None
+def _both(hh: ParameterState, ih: ParameterState, join: _Join) -> ParameterState:
+    def buffer(of: ParameterState, name: str) -> torch.Tensor:
+        return of[1].get(name, torch.zeros_like(of[0]))
+
+    names = dict.fromkeys([*hh[1], *ih[1]])
     with torch.no_grad():
-        return join(hh[0], ih[0]), None if missing else join(*momentum)
+        return join(hh[0], ih[0]), {
+            name: join(buffer(hh, name), buffer(ih, name)) for name in names
+        }
 
 
 def _alike(hh: LedgerRow, ih: LedgerRow) -> bool:

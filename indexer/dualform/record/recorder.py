@@ -280,8 +280,8 @@ class Recorder:
                 "resume_at_step needs the path of a recording, or a DiskSink with it, not "
                 f"{type(self._sink).__name__}"
             )
-        pairs = {name: pair for layer in self._layers for name, pair in layer.pairs().items()}
-        resumed = resume(self._sink, manifest, step, pairs)
+        states = {name: own for layer in self._layers for name, own in layer.states().items()}
+        resumed = resume(self._sink, manifest, step, states)
         self._annotations.resume(resumed.columns)
         self._examples = ExampleIntake(resumed.examples)
         self._step = self._first_step = step
@@ -309,10 +309,10 @@ class Recorder:
     def _state(self, layers: Sequence[_Layer] | None = None) -> dict[str, np.ndarray]:
         state: dict[str, np.ndarray] = {}
         for layer in self._layers if layers is None else layers:
-            for name, (parameter, momentum) in layer.pairs().items():
+            for name, (parameter, buffers) in layer.states().items():
                 state[name] = _array(parameter)
-                if momentum is not None:
-                    state[f"momentum:{name}"] = _array(momentum)
+                for buffer, tensor in buffers.items():
+                    state[f"{buffer}:{name}"] = _array(tensor)
         return state
 
     def _check_open(self) -> None:

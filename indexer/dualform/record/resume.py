@@ -25,8 +25,8 @@ TOLERANCE = 1e-4
 _FLOAT32_UNIT = 2.0**-24
 _CHUNK = 2048
 
-Pair = tuple[torch.Tensor, torch.Tensor | None]
-"""A parameter and its momentum buffer, if it has one."""
+ParameterState = tuple[torch.Tensor, Mapping[str, torch.Tensor]]
+"""A parameter, and the optimizer's buffers for it, by the family's names."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Resumed:
 
 
 def resume(
-    sink: DiskSink, manifest: RecordingManifest, step: int, pairs: Mapping[str, Pair]
+    sink: DiskSink, manifest: RecordingManifest, step: int, states: Mapping[str, ParameterState]
 ) -> Resumed:
     """Check what was loaded, cut the recording back to `step`, and let the sink go on from there.
 
@@ -53,7 +53,7 @@ def resume(
         sink: With the path of the recording; neither opened nor resumed yet.
         manifest: What is going to be recorded.
         step: How many steps the checkpoint has behind it.
-        pairs: By parameter name, as they are now.
+        states: By parameter name, as they are now.
 
     Raises:
         ResumeError: There is no such recording or step, it does not fit, it can't be read, or
@@ -67,7 +67,7 @@ def resume(
         )
     try:
         sink.claim()
-        return _resume(sink, manifest, step, pairs)
+        return _resume(sink, manifest, step, states)
     except BusyError as error:
         raise ResumeError(
             f"resume_at_step={step}: {sink.path} is being recorded by {error.holder}; end that "
@@ -90,7 +90,7 @@ def resume(
 
 
 def _resume(
-    sink: DiskSink, manifest: RecordingManifest, step: int, pairs: Mapping[str, Pair]
+    sink: DiskSink, manifest: RecordingManifest, step: int, states: Mapping[str, ParameterState]
 ) -> Resumed:
     with Recording.open(sink.path) as recording:
         _check_manifest(recording, manifest)
@@ -100,11 +100,11 @@ def _resume(
                 f"{recording.steps:,} steps, the last that was committed: load a checkpoint of "
                 "one of these steps"
             )
-        if recording.steps and manifest.values:
-            ledger = recording.ledger()
+        ledger = recording.ledger()
+        if recording.steps and manifest.values and ledger.family.scalar:
             for spec in manifest.layers.values():
                 if all(mark.from_step >= step for mark in recording.marks[spec.name]):
-                    _check_layer(recording, ledger, spec, step, pairs)
+                    _check_layer(recording, ledger, spec, step, states)
         sink.resume(recording, step)
     with Recording.open(sink.path) as kept:
         return Resumed(
@@ -137,7 +137,11 @@ def _check_manifest(recording: Recording, manifest: RecordingManifest) -> None:
 
 
 def _check_layer(
-    recording: Recording, ledger: Ledger, spec: LayerSpec, step: int, pairs: Mapping[str, Pair]
+    recording: Recording,
+    ledger: Ledger,
+    spec: LayerSpec,
+    step: int,
+    states: Mapping[str, ParameterState],
 ) -> None:
     start, state = 0, recording.initial()
     for after, read in reversed(recording.states()):
@@ -145,7 +149,8 @@ def _check_layer(
             start, state = after, found
             break
     for parameter in spec.parameters:
-        tensor, buffer = pairs[parameter]
+        tensor, buffers = states[parameter]
+        buffer = buffers.get("momentum")
         before = state[parameter].astype(np.float64)
         zeros = np.zeros_like(before)
         before_buffer = state.get(f"momentum:{parameter}", zeros).astype(np.float64)

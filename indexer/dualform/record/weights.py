@@ -10,6 +10,7 @@ import functools
 import math
 from collections.abc import Sequence
 
+from dualform.optimizers import SGD, SGDSettings
 from dualform.store.ledger import LedgerRow
 
 _EPS = 2.0**-24
@@ -48,10 +49,9 @@ class WeightProbe:
         """
         if not row.took_part:
             return
-        settings = row._replace(step=0, parameter="", scale=1.0)
-        (p, q, r, s, e, f), (ap, aq, ar, as_, ae, af) = _moves(settings)
+        (p, q, r, s, e, f), (ap, aq, ar, as_, ae, af) = _moves(row.settings, row.first)
         w, m = self._state
-        self._state = p * w + q * m - e * probe, r * w + s * m - f * probe
+        self._state = p * w + q * m + e * probe, r * w + s * m + f * probe
         w, m = self._size
         w, m = self._size = ap * w + aq * m + ae * size, ar * w + as_ * m + af * size
         n, o = self._noise
@@ -70,8 +70,17 @@ class WeightProbe:
 
 
 @functools.lru_cache(maxsize=64)  # all parameters of a group move alike, and most steps
-def _moves(row: LedgerRow) -> tuple[_Six, _Six]:
-    """The ledger's A and B for a gradient taken as it is at the step, and their magnitudes."""
-    a, b = row.transition()
-    p, q, r, s, e, f = (float(number) for number in (*a.reshape(-1), *b))
-    return (p, q, r, s, e, f), (abs(p), abs(q), abs(r), abs(s), abs(e), abs(f))
+def _moves(settings: SGDSettings, first: bool) -> tuple[_Six, _Six]:
+    """(W, m)' in terms of W, m and the gradient at the step: the factors and their magnitudes."""
+    mm, mw, mg, ww, wm, wg = SGD().numbers(settings, first)
+    real = (ww + wm * mw, wm * mm, mw, mm, wg + wm * mg, mg)
+    # The weight is moved by rounded intermediate results, so their magnitudes add up.
+    sizes = (
+        abs(ww) + abs(wm * mw),
+        abs(wm * mm),
+        abs(mw),
+        abs(mm),
+        abs(wg) + abs(wm * mg),
+        abs(mg),
+    )
+    return real, sizes

@@ -6,8 +6,6 @@ they have no hooks of their own, and pass every step on.
 
 from __future__ import annotations
 
-import inspect
-
 import torch
 
 from dualform.record.errors import OptimizerError
@@ -34,14 +32,4 @@ def unwrapped(optimizer: object) -> torch.optim.Optimizer:
     raise OptimizerError(
         f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}; of a wrapper, "
         "give the optimizer that it was made from"
-    )
-
-
-def steps_as(optimizer: torch.optim.Optimizer, known: type[torch.optim.Optimizer]) -> bool:
-    """Whether an optimizer takes its steps by the code of a known class: it is that class, or a
-    subclass that changes neither the step nor what it reads from its groups."""
-    own = type(optimizer)
-    return issubclass(own, known) and all(
-        inspect.unwrap(getattr(own, name)) is inspect.unwrap(getattr(known, name))
-        for name in ("step", "_init_group")
     )

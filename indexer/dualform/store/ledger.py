@@ -1,40 +1,32 @@
 """What the optimizer did at each step to each parameter, and what follows for every row.
 
-For the SGD family a parameter W and its momentum buffer m are a linear system in what the rows
-added (design: *The ledger*). With E_t the sum over step t's rows of e (x) x (of e alone for a bias,
-e being the value, -dL/dy):
+The settings are the optimizer family's (`dualform.optimizers`). Where a family's transitions are
+plain numbers, as SGD's are, a parameter W and its momentum buffer m are a linear system in what the
+rows added (design: *The ledger*). With E_t the sum over step t's rows of e (x) x (of e alone for a
+bias, e being the value, -dL/dy):
 
     W_s = p W_j + r m_j + sum_{j <= t < s} c_{s,t} E_t
 
-`Ledger.coefficients` computes p, r and c from products of 2x2 matrices in float64.
+`Ledger.coefficients` computes p, r and c in float64.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple, get_type_hints
 
 import numpy as np
 import pyarrow as pa
 
+from dualform.optimizers import FAMILIES, SGD, STILL, Family, SGDSettings, Transition, adjoint
 from dualform.store.parquet import read_parquet, write_parquet
 
-SCHEMA = pa.schema(
-    [
-        pa.field("step", pa.int64(), nullable=False),
-        pa.field("parameter", pa.string(), nullable=False),
-        pa.field("lr", pa.float64(), nullable=False),
-        pa.field("momentum", pa.float64(), nullable=False),
-        pa.field("dampening", pa.float64(), nullable=False),
-        pa.field("nesterov", pa.bool_(), nullable=False),
-        pa.field("weight_decay", pa.float64(), nullable=False),
-        pa.field("maximize", pa.bool_(), nullable=False),
-        pa.field("scale", pa.float64(), nullable=False),
-        pa.field("took_part", pa.bool_(), nullable=False),
-        pa.field("first", pa.bool_(), nullable=False),
-    ]
-)
+_TYPES = {float: pa.float64(), bool: pa.bool_(), int: pa.int64()}
+_BEFORE = (("step", pa.int64()), ("parameter", pa.string()))
+_AFTER = (("scale", pa.float64()), ("took_part", pa.bool_()), ("first", pa.bool_()))
+_FAMILY = b"dualform.family"
 
 
 class LedgerRow(NamedTuple):
@@ -43,40 +35,27 @@ class LedgerRow(NamedTuple):
     Attributes:
         step: Number of the optimizer step, from 0.
         parameter: Name as in `model.named_parameters()`.
+        settings: The optimizer family's, such as `SGDSettings`.
         scale: The gradient at the step, as a multiple of what backward accumulated.
         took_part: False where the gradient was None: nothing moves.
-        first: The momentum buffer was created at this step (dampening does not apply).
+        first: The momentum buffer was created at this step (SGD's dampening does not apply).
     """
 
     step: int
     parameter: str
-    lr: float
-    momentum: float = 0.0
-    dampening: float = 0.0
-    nesterov: bool = False
-    weight_decay: float = 0.0
-    maximize: bool = False
+    settings: Any
     scale: float = 1.0
     took_part: bool = True
     first: bool = False
 
-    def transition(self) -> tuple[np.ndarray, np.ndarray]:
-        """How (W, m) moves: (W, m)' = A (W, m) + B E, in torch.optim.SGD's order of operations.
 
-        Returns:
-            A, float64 [2, 2], and B, float64 [2].
-        """
-        if not self.took_part:
-            return np.eye(2), np.zeros(2)
-        # The gradient that SGD works with: d = -sign*scale*E + weight_decay*W, as (W, m | E).
-        d = np.array([self.weight_decay, 0.0, self.scale if self.maximize else -self.scale])
-        m = np.array([0.0, 1.0, 0.0])
-        update = d
-        if self.momentum != 0:
-            m = d if self.first else self.momentum * m + (1 - self.dampening) * d
-            update = d + self.momentum * m if self.nesterov else m
-        w = np.array([1.0, 0.0, 0.0]) - self.lr * update
-        return np.stack([w[:2], m[:2]]), np.array([w[2], m[2]])
+@cache
+def schema(family: Family) -> pa.Schema:
+    """The ledger's columns for a family: its settings between what every ledger has."""
+    kinds = get_type_hints(family.settings_type)
+    own = [(name, _TYPES[kinds[name]]) for name in family.settings_type._fields]
+    fields = [pa.field(name, kind, nullable=False) for name, kind in (*_BEFORE, *own, *_AFTER)]
+    return pa.schema(fields, metadata={_FAMILY: family.name.encode()})
 
 
 @dataclass(frozen=True)
@@ -109,6 +88,9 @@ class Ledger:
         rows: One per (step, parameter), in any order.
         steps: Number of optimizer steps.
 
+    Attributes:
+        family: The optimizer's.
+
     Raises:
         ValueError: A parameter lacks a step, or has one twice.
     """
@@ -116,7 +98,7 @@ class Ledger:
     def __init__(self, rows: Iterable[LedgerRow], steps: int) -> None:
         self.steps = steps
         self.parameters: dict[str, list[LedgerRow]] = {}
-        self._cache: dict[str, list[tuple[list[list[float]], list[float]]]] = {}
+        self._cache: dict[str, list[Transition]] = {}
         for row in rows:
             self.parameters.setdefault(row.parameter, []).append(row)
         for name, own in self.parameters.items():
@@ -125,6 +107,8 @@ class Ledger:
                 raise ValueError(
                     f"the ledger of {name} has not one row for each of the {steps} steps"
                 )
+        rows_of_one = next(iter(self.parameters.values()), [])
+        self.family = family_of_rows(rows_of_one)
 
     def coefficients(self, parameter: str, at_step: int, start: int = 0) -> Coefficients:
         """The coefficients of `parameter` after `at_step` steps, from the pair at `start`.
@@ -146,28 +130,65 @@ class Ledger:
         if not 0 <= start <= at_step <= self.steps:
             raise ValueError(f"need 0 <= {start} <= {at_step} <= {self.steps} steps")
         transitions = self._transitions(parameter)
-        c = np.zeros(at_step - start)
-        for t in range(at_step - 1, start - 1, -1):
-            ((a, b), (e, f)), (g, h) = transitions[t]
-            c[t - start] = p * g + r * h
-            p, r = p * a + r * e, p * b + r * f
-        return Coefficients(p, r, c)
+        factors, p_left, r_left = adjoint(reversed(transitions[start:at_step]), p, r)
+        own = self.parameters[parameter][start:at_step]
+        # A value is minus the gradient, before it was scaled.
+        c = [-row.scale * float(factor) for row, factor in zip(own, reversed(factors), strict=True)]
+        return Coefficients(float(p_left), float(r_left), np.array(c, np.float64))
 
-    def _transitions(self, parameter: str) -> list[tuple[list[list[float]], list[float]]]:
-        """Every step's (A, B) of a parameter, as plain floats: the recursion is scalar work."""
+    def _transitions(self, parameter: str) -> list[Transition]:
+        """Every step's transition of a parameter, where these are numbers."""
         if parameter not in self._cache:
-            pairs = (row.transition() for row in self.parameters[parameter])
-            self._cache[parameter] = [(a.tolist(), b.tolist()) for a, b in pairs]
+            family = self.family
+            rows = self.parameters[parameter]
+            if not isinstance(family, SGD):
+                raise ValueError(f"{family.name} has no single coefficient for a step")
+            self._cache[parameter] = [
+                Transition(*family.numbers(row.settings, row.first)) if row.took_part else STILL
+                for row in rows
+            ]
         return self._cache[parameter]
 
 
+def family_of_rows(rows: Sequence[LedgerRow]) -> Family:
+    """The family whose settings the rows have; SGD's where there are none."""
+    kind = type(rows[0].settings) if rows else SGDSettings
+    return next(own for own in FAMILIES.values() if own.settings_type is kind)
+
+
 def to_parquet(rows: Sequence[LedgerRow]) -> bytes:
-    """Serialise ledger rows (docs/format.md, *Ledger*)."""
-    columns = {name: [row[i] for row in rows] for i, name in enumerate(LedgerRow._fields)}
-    return write_parquet(pa.table(columns, schema=SCHEMA))
+    """Serialise ledger rows of one family (docs/format.md, *Ledger*)."""
+    family = family_of_rows(rows)
+    columns: dict[str, list[Any]] = {
+        "step": [row.step for row in rows],
+        "parameter": [row.parameter for row in rows],
+    }
+    for i, name in enumerate(family.settings_type._fields):
+        columns[name] = [row.settings[i] for row in rows]
+    for name, _ in _AFTER:
+        columns[name] = [getattr(row, name) for row in rows]
+    return write_parquet(pa.table(columns, schema=schema(family)))
 
 
 def from_parquet(data: bytes) -> list[LedgerRow]:
-    """Read what `to_parquet` wrote."""
-    table = read_parquet(data, SCHEMA)
-    return [LedgerRow(**row) for row in table.to_pylist()]
+    """Read what `to_parquet` wrote.
+
+    Raises:
+        pyarrow.ArrowException: Not a ledger.
+    """
+    table = read_parquet(data)
+    name = (table.schema.metadata or {}).get(_FAMILY, b"sgd").decode(errors="replace")
+    if name not in FAMILIES:
+        raise pa.ArrowInvalid(
+            f"a ledger of the optimizer family {name!r}, which this dualform does not know"
+        )
+    family = FAMILIES[name]
+    expected = schema(family)
+    if table.column_names != expected.names:
+        raise pa.ArrowInvalid(f"columns {table.column_names} where {expected.names} belong")
+    columns = [column.to_pylist() for column in table.cast(expected).columns]
+    kind, width = family.settings_type, len(family.settings_type._fields)
+    return [
+        LedgerRow(row[0], row[1], kind(*row[2 : 2 + width]), *row[2 + width :])
+        for row in zip(*columns, strict=True)
+    ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -130,7 +130,8 @@ class Replay:
             )
         if not self._first.manifest.values:
             raise ReplayError("the dual output needs values; record with values=True")
-        output = DualOutput(own, spec, self._first.ledger(), self._first.initial)
+        ledger = self._first.ledger()
+        output = DualOutput(own, spec, ledger, self._first.initial)
         return self._add(layer, own, output)
 
     @own_settings()
@@ -282,11 +283,13 @@ def _same(a: np.ndarray, b: np.ndarray) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
-def _difference(theirs: RecordingManifest | LedgerRow, ours: RecordingManifest | LedgerRow) -> str:
+def _difference(theirs: Any, ours: Any) -> str:
     """The first field that differs."""
-    names = theirs._fields if isinstance(theirs, LedgerRow) else [f.name for f in fields(theirs)]
+    names = theirs._fields if isinstance(theirs, tuple) else [f.name for f in fields(theirs)]
     for name in names:
         before, now = getattr(theirs, name), getattr(ours, name)
+        if before != now and name == "settings" and type(before) is type(now):
+            return _difference(before, now)
         if before != now:
             return f"{name} was {before!r} and is {now!r}"
     return "nothing differs"

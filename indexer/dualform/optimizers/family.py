@@ -1,0 +1,159 @@
+"""What every optimizer family says of itself: how a step is read, and how parts of a weight move.
+
+An optimizer is *linear given its preconditioner*: once the tensors that depend on the whole run
+(second moments, trust ratios) are fixed, its update is linear in the gradients seen so far. Then
+for any split of the rows into parts, the trained weight is the sum of the parts' weights, each of
+which follows the optimizer's own recursion with the part's gradient in place of the whole's
+(docs/dual-form.md, *Every optimizer*).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
+
+import torch
+
+Factor: TypeAlias = "float | torch.Tensor"
+"""A number for the whole parameter, or one for each of its elements."""
+
+Whole: TypeAlias = "dict[str, torch.Tensor]"
+"""The whole run's state of a parameter before a step: "weight", and the family's buffers by name;
+"weight" and the momentum buffer only where `Family.follows_whole` asks for them."""
+
+
+class Transition(NamedTuple):
+    """How (W, m) of a part moves at one step, given its gradient g:
+
+        m' = mm m + mw W + mg g        W' = ww W + wm m' + wg g
+
+    In torch's order of operations: the momentum buffer first, then the weight from the new buffer.
+    """
+
+    mm: Factor
+    mw: Factor
+    mg: Factor
+    ww: Factor
+    wm: Factor
+    wg: Factor
+
+
+STILL = Transition(1.0, 0.0, 0.0, 1.0, 0.0, 0.0)
+"""A step in which the parameter took no part: nothing moves."""
+
+
+class Settings(Protocol):
+    """A family's settings at a step: a NamedTuple of float, int and bool, the ledger's columns."""
+
+    @property
+    def lr(self) -> float: ...
+    @property
+    def _fields(self) -> tuple[str, ...]: ...
+
+
+class Family:
+    """One family of optimizers; subclasses are stateless and register themselves in `__init__`.
+
+    Attributes:
+        name: As in the manifest.
+        settings_type: NamedTuple of what the ledger keeps of a step.
+        buffers: The tensors that a parameter's state holds, our names to torch's keys.
+        momentum: Which of the buffers is linear in the gradients, or None.
+        scalar: Every factor of a transition is a number: rows have one coefficient for a step.
+        elementwise: An element's transition depends on that element alone, so a weight may be
+            followed in blocks, and the recorder may check a sample of its elements.
+    """
+
+    name: ClassVar[str]
+    settings_type: ClassVar[type[Any]]
+    buffers: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    momentum: ClassVar[str | None] = None
+    scalar: ClassVar[bool] = False
+    elementwise: ClassVar[bool] = True
+
+    def owns(self, kind: type[torch.optim.Optimizer]) -> bool:
+        """Whether the class's `step` is this family's."""
+        raise NotImplementedError
+
+    def why_not(self, optimizer: torch.optim.Optimizer) -> str | None:
+        """Why an optimizer whose `step` is the family's can't be read all the same, or None."""
+        return None
+
+    def read(self, group: Mapping[str, Any], nth: int) -> Any:
+        """The settings of the step that is about to run.
+
+        Args:
+            group: The parameter's group.
+            nth: How many steps the parameter will have taken after it, from 1.
+        """
+        raise NotImplementedError
+
+    def follows_whole(self, settings: Any) -> bool:
+        """Whether a step's transition depends on the whole's weight or momentum."""
+        return False
+
+    def transition(
+        self, settings: Any, first: bool, whole: Whole, gradient: torch.Tensor
+    ) -> Transition:
+        """The factors of one step; advances the preconditioner in `whole`, in place.
+
+        Args:
+            settings: As `read` gave them.
+            first: The momentum buffer is created at this step.
+            whole: State of the whole run before the step. The weight and the momentum buffer are
+                moved by the caller.
+            gradient: The whole's, as the optimizer finds it, the parameter's shape.
+        """
+        raise NotImplementedError
+
+
+def same_names(*names: str) -> Mapping[str, str]:
+    """`Family.buffers` for a family whose buffers we call as torch does."""
+    return MappingProxyType({name: name for name in names})
+
+
+def number(value: Any) -> float:
+    """A setting that may be a tensor, as a Python float."""
+    return float(value)
+
+
+def moved(
+    transition: Transition,
+    weight: torch.Tensor,
+    momentum: torch.Tensor | None,
+    gradient: torch.Tensor | None,
+) -> None:
+    """Move one part's weight and momentum buffer, in place.
+
+    Args:
+        transition: The step's.
+        weight: Floating, the parameter's shape or a stack of it.
+        momentum: Likewise, for families with one.
+        gradient: The part's; None where it has none in this step.
+    """
+    mm, mw, mg, ww, wm, wg = transition
+    if momentum is not None:
+        scale_(momentum, mm)
+        add_(momentum, mw, weight)
+        if gradient is not None:
+            add_(momentum, mg, gradient)
+    scale_(weight, ww)
+    if momentum is not None:
+        add_(weight, wm, momentum)
+    if gradient is not None:
+        add_(weight, wg, gradient)
+
+
+def scale_(tensor: torch.Tensor, factor: Factor) -> None:
+    """tensor *= factor, skipped where that is nothing."""
+    if isinstance(factor, torch.Tensor) or factor != 1.0:
+        tensor.mul_(factor)
+
+
+def add_(tensor: torch.Tensor, factor: Factor, other: torch.Tensor) -> None:
+    """tensor += factor * other, skipped where that is nothing."""
+    if isinstance(factor, torch.Tensor):
+        tensor.addcmul_(factor, other)
+    elif factor != 0.0:
+        tensor.add_(other, alpha=factor)

@@ -1,0 +1,55 @@
+"""Which family an optimizer belongs to."""
+
+from __future__ import annotations
+
+import inspect
+from typing import NamedTuple
+
+import torch
+
+from dualform.optimizers.adam import Adam
+from dualform.optimizers.family import Family
+from dualform.optimizers.sgd import SGD
+from dualform.optimizers.unknown import Unknown
+
+FAMILIES: dict[str, Family] = {family.name: family for family in (SGD(), Adam(), Unknown())}
+"""Every family by name, as the manifest names it. A new one is a file and a line here."""
+
+
+class Found(NamedTuple):
+    """What an optimizer is: its family, the name of its class, and why its steps can't be read
+    where the family is the unknown one."""
+
+    family: Family
+    name: str
+    why_not: str | None
+
+
+def family_of(optimizer: torch.optim.Optimizer) -> Found:
+    """The family whose steps an optimizer takes.
+
+    A subclass that changes neither the step nor what it reads from its groups counts as the class
+    that it derives from, and goes by its name.
+    """
+    kind = type(optimizer)
+    unknown = FAMILIES[Unknown.name]
+    for family in FAMILIES.values():
+        if not family.owns(kind):
+            continue
+        base = next(c for c in kind.__mro__ if c.__module__.partition(".")[0] == "torch")
+        if not _steps_as(kind, base):
+            why = f"{kind.__name__} overrides the step of torch.optim.{base.__name__}"
+            return Found(unknown, kind.__name__, f"{why}, so what it does is not known")
+        reason = family.why_not(optimizer)
+        return Found(family if reason is None else unknown, base.__name__, reason)
+    known = ", ".join(name for name in FAMILIES if name != Unknown.name)
+    return Found(unknown, kind.__name__, f"it is of no family that is known ({known})")
+
+
+def _steps_as(kind: type[torch.optim.Optimizer], base: type[torch.optim.Optimizer]) -> bool:
+    """Whether a class steps by its base's code; torch wraps `step` once an instance exists."""
+    return all(
+        inspect.unwrap(getattr(kind, name)) is inspect.unwrap(getattr(base, name))
+        for name in ("step", "_init_group")
+        if hasattr(base, name)
+    )

@@ -1,0 +1,33 @@
+"""An optimizer that no family knows: its ledger holds learning rates, and no part can be told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from dualform.optimizers.family import Family, number
+
+
+class UnknownSettings(NamedTuple):
+    """What nearly every optimizer has."""
+
+    lr: float
+
+
+class Unknown(Family):
+    """No family."""
+
+    name = "unknown"
+    settings_type = UnknownSettings
+    elementwise = False
+
+    def owns(self, kind: type[torch.optim.Optimizer]) -> bool:
+        return False
+
+    def read(self, group: Mapping[str, Any], nth: int) -> UnknownSettings:
+        try:
+            return UnknownSettings(number(group.get("lr", 0.0)))
+        except (TypeError, ValueError):
+            return UnknownSettings(float("nan"))
