@@ -129,6 +129,10 @@ class Ledger:
         """Of p W_s + r m_s, for the pair (W_s, m_s) after `at_step` steps."""
         if not 0 <= start <= at_step <= self.steps:
             raise ValueError(f"need 0 <= {start} <= {at_step} <= {self.steps} steps")
+        if parameter not in self.parameters:
+            raise KeyError(parameter)
+        if start == at_step:
+            return Coefficients(p, r, np.zeros(0))
         transitions = self._transitions(parameter)
         factors, p_left, r_left = adjoint(reversed(transitions[start:at_step]), p, r)
         own = self.parameters[parameter][start:at_step]

@@ -285,7 +285,7 @@ def _same(a: np.ndarray, b: np.ndarray) -> bool:
 
 def _difference(theirs: Any, ours: Any) -> str:
     """The first field that differs."""
-    names = theirs._fields if isinstance(theirs, tuple) else [f.name for f in fields(theirs)]
+    names = theirs._fields if hasattr(theirs, "_fields") else [f.name for f in fields(theirs)]
     for name in names:
         before, now = getattr(theirs, name), getattr(ours, name)
         if before != now and name == "settings" and type(before) is type(now):
