@@ -324,3 +324,28 @@ def test_outputs_across_the_seam(tmp_path: Path, whole: tuple[Path, Path]) -> No
             out = index.dual_output("0", queries.numpy(), at_step=at)
             layer = model[0](queries).detach().numpy()  # type: ignore[index]
             assert reading.relative(out.values, layer) < 2e-6
+
+
+def test_scales_of_clipped_gradients_are_those_of_a_run_that_never_stopped(tmp_path: Path) -> None:
+    """To the last digit, from the first step after the resume on."""
+
+    def train(model: nn.Module, optimizer: torch.optim.SGD, steps: range) -> None:
+        for step in steps:
+            random = torch.Generator().manual_seed(step)
+            optimizer.zero_grad()
+            model(torch.randn(16, 700, generator=random)).square().mean().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            optimizer.step()
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(700, 60), nn.Tanh(), nn.Linear(60, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with Recorder(model, optimizer, tmp_path / "r"):
+        train(model, optimizer, range(4))
+        saved = {name: value.clone() for name, value in model.state_dict().items()}
+        train(model, optimizer, range(4, 8))
+    shutil.copytree(tmp_path / "r", tmp_path / "copy")
+    model.load_state_dict(saved)
+    with Recorder(model, optimizer, tmp_path / "copy", resume_at_step=4):
+        train(model, optimizer, range(4, 8))
+    assert_same(tmp_path / "copy", tmp_path / "r")

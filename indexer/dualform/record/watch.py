@@ -10,9 +10,7 @@ import torch
 
 from dualform.record.buffers import dot, gram, host_array
 
-# Elements of the sample: the norm ratio of float32 numbers is then good to about 1e-9, and 5e-10
-# from the first scaled gradient on. Loops that never scale need not pay for the larger one.
-_FEW, _MANY = 1_024, 4_096
+_ELEMENTS = 4_096  # of the sample: the norm ratio of float32 numbers is then good to 5e-10
 _ROUNDINGS = 8 * 2.0**-24  # unscaling, clipping and averaging round once each
 _DENORMAL = 1e-37  # below this float32 numbers have fewer digits
 
@@ -41,8 +39,7 @@ class GradientWatch:
     """
 
     def __init__(self, shape: torch.Size) -> None:
-        self._shape = shape
-        self._stride = self._next_stride = _stride(shape, _FEW)
+        self._stride = _stride(shape, _ELEMENTS)
         self._sample: np.ndarray | None = None
         self._version = self._pointer = -1
 
@@ -53,7 +50,6 @@ class GradientWatch:
 
     def accumulated(self, grad: torch.Tensor) -> None:
         """Backward has just accumulated into `grad`."""
-        self._stride = self._next_stride
         self._sample = self._rows(grad).copy()
         self._version, self._pointer = grad._version, grad.data_ptr()
 
@@ -77,7 +73,6 @@ class GradientWatch:
         before = self._sample
         if before is None:
             return Scale(float("nan"))
-        self._next_stride = _stride(self._shape, _MANY)
         pair = np.empty((2, *before.shape))
         pair[0], pair[1] = before, self._rows(grad)
         (bb, bn), (_, nn) = gram(pair.reshape(2, -1))
