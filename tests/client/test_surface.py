@@ -77,7 +77,7 @@ REMOTE_ONLY = """
 import sys
 from importlib.abc import MetaPathFinder
 
-ALLOWED = {"dualform.v1", "dualform.client"}
+ALLOWED = {"dualform.v1", "dualform._version", "dualform.client"}
 
 class Block(MetaPathFinder):
     def find_spec(self, name, path=None, target=None):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import venv
@@ -9,6 +10,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+import dualform
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ["v1", "store", "record", "index", "engine", "replay", "serve", "client", "plot", "cli"]
@@ -26,11 +29,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_wheel_holds_every_part_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
-        names = set(archive.namelist())
+        listed = archive.namelist()
+    names = set(listed)
+    assert len(listed) == len(names)
     for part in PARTS:
         assert f"dualform/{part}/__init__.py" in names
         assert f"dualform/{part}/py.typed" in names
-    assert "dualform/__init__.py" not in names
+    at_top = {name for name in names if re.fullmatch(r"dualform/[^/]+", name)}
+    assert at_top == {f"dualform/{file}" for file in ("__init__.py", "_version.py", "py.typed")}
     assert "dualform/v1/attribution_pb2_grpc.py" in names
     strangers = [name for name in names if not name.startswith(("dualform/", "dualform-"))]
     assert not strangers
@@ -51,7 +57,9 @@ import importlib.util
 for module in ("torch", "faiss", "pyarrow"):
     assert importlib.util.find_spec(module) is None, module
 import numpy as np
+import dualform
 from dualform.client import Client
+assert dualform.__version__ == {dualform.__version__!r}
 queries = np.load({str(queries)!r})
 with Client({server!r}) as client:
     (index,) = client.indexes()

@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
+from dualform import __version__
 from dualform.cli import index, plot, query, serve
 from dualform.cli.errors import CommandError
 
@@ -98,6 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Which training rows made this output, and by how much: exactly.",
         epilog="Exit status: 0 done, 1 the answer is no, 2 bad usage or input.",
     )
+    parser.add_argument("--version", action="version", version=f"dualform {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     index.add_to(commands)
     serve.add_to(commands)
