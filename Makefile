@@ -8,13 +8,16 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PACKAGES := optimizers record store index engine replay serve client plot cli
 # Folders with Python of ours that is no package.
-LOOSE := examples experiments benchmarks
+LOOSE := examples experiments benchmarks scripts
+# Environments of their own, gone again when all is well.
+LOWEST := .venv-lowest
+GPU := .venv-gpu
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format stubs stubs-check bench clean
+.PHONY: help setup demo test test-lowest lint format stubs stubs-check bench gpu-install-check clean
 
 help: ## This list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## Create .venv and install dualform with all it needs to develop (torch is large: minutes at first, seconds later)
 
@@ -24,12 +27,22 @@ demo: $(STAMP) ## The whole job once on real digits: record, build, verify, serv
 test: $(STAMP) ## All tests; those that need MNIST take it from DUALFORM_DATA (default ../shared/data) or skip
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-lint: $(STAMP) ## Style, format, types (mypy strict) and the protos
+test-lowest: $(STAMP) ## The tests of five parts with the oldest versions that pyproject.toml names (PYTHON: 3.10 or 3.11)
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info[:2] in [(3, 10), (3, 11)] else "the oldest versions have wheels for Python 3.10 and 3.11; this is " + sys.version.split()[0] + ": make test-lowest PYTHON=python3.11")'
+	rm -rf $(LOWEST)
+	$(PYTHON) -m venv $(LOWEST)
+	$(BIN)/python scripts/lowest.py > $(LOWEST)/constraints.txt
+	PIP_CONSTRAINT=$(LOWEST)/constraints.txt $(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	$(LOWEST)/bin/python -m pytest tests/store tests/index tests/engine tests/serve tests/client $(PYTEST_ARGS)
+	rm -rf $(LOWEST)
+
+lint: $(STAMP) ## Style, format, types (mypy strict), the protos, and who imports whom
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(PACKAGES:%=-p dualform.%)
 	$(BIN)/mypy $(LOOSE)
 	$(BIN)/buf lint protos
+	$(BIN)/python -m pytest --quiet tests/project/test_layout.py
 
 format: $(STAMP) ## Rewrite the code in the project's format
 	$(BIN)/ruff check --fix .
@@ -41,15 +54,24 @@ stubs: $(STAMP) ## Generate the gRPC stubs beside the proto (Python 3.10 to 3.12
 stubs-check: $(STAMP) ## Fail where the committed stubs are not what the proto gives
 	PYTHON=$(BIN)/python scripts/stubs.sh --check
 
-bench: $(STAMP) ## A small benchmark in minutes, on MNIST from DUALFORM_DATA; `python -m benchmarks` has the full ones
-	$(BIN)/python -m benchmarks recorder --data $(DATA)
-	$(BIN)/python -m benchmarks topk --data $(DATA) --steps 320 --rounds 3 --largest-batch 64 --isotropic-rows 40000
-	$(BIN)/python -m benchmarks answers --data $(DATA) --steps 320 --rounds 5
+bench: $(STAMP) ## A small benchmark in minutes, on MNIST from DUALFORM_DATA, beside the ratios kept; `python -m benchmarks` has the full ones
+	mkdir -p build/bench
+	$(BIN)/python -m benchmarks recorder --data $(DATA) --json build/bench/recorder.json
+	$(BIN)/python -m benchmarks topk --data $(DATA) --steps 320 --rounds 3 --largest-batch 64 --isotropic-rows 40000 --json build/bench/topk.json
+	$(BIN)/python -m benchmarks answers --data $(DATA) --steps 320 --rounds 5 --json build/bench/answers.json
+	$(BIN)/python -m benchmarks ratios build/bench
+
+gpu-install-check: ## Install .[gpu] in an environment of its own (7 GB for a while) and see FAISS beside torch, no GPU needed
+	rm -rf $(GPU)
+	$(PYTHON) -m venv $(GPU)
+	$(GPU)/bin/python -m pip install --quiet --disable-pip-version-check ".[gpu]"
+	$(GPU)/bin/python scripts/gpu_install_check.py
+	rm -rf $(GPU)
 
 clean: ## Remove what the demo, the tests and builds leave behind; .venv stays
-	rm -rf demo dist build .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf demo $(LOWEST) $(GPU) dist build .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml protos/dualform/_version.py
 	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit(None if (3, 10) <= sys.version_info[:2] <= (3, 13) else "dualform needs Python 3.10 to 3.13; this is " + sys.version.split()[0] + ": make setup PYTHON=python3.12")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing dualform and its dependencies into $(VENV) (torch is large: minutes at first) ..."

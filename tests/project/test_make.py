@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -53,6 +54,28 @@ def test_ci_runs_every_check() -> None:
     for target in ("setup", "lint", "stubs-check", "demo", "test"):
         assert re.search(rf"^step {target}$", script, re.MULTILINE), target
     assert script.rstrip().endswith("step test")
+
+
+def test_the_forge_runs_what_ci_runs_on_a_python_that_can() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    job = workflow["jobs"]["check"]
+    assert [step["run"] for step in job["steps"] if "run" in step] == ["bash .ci/run"]
+    # stubs-check has no tool for later ones.
+    assert set(job["strategy"]["matrix"]["python"]) <= {"3.10", "3.11", "3.12"}
+
+
+def test_a_commit_is_checked_by_what_lint_runs() -> None:
+    """Each hook is a line of `make lint`, but for the files that pre-commit names."""
+    recipe = make("--dry-run", "lint").stdout
+    config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
+    (repository,) = config["repos"]
+    assert repository["repo"] == "local"
+    for hook in repository["hooks"]:
+        assert hook["entry"].removesuffix(" --force-exclude") in recipe, hook["id"]
+
+
+def test_lint_holds_the_boundaries() -> None:
+    assert "tests/project/test_layout.py" in make("--dry-run", "lint").stdout
 
 
 def test_the_committed_stubs_are_what_the_proto_gives(tmp_path: Path) -> None:
