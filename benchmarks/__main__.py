@@ -8,6 +8,7 @@
     python -m benchmarks load        a server that several clients ask at once
     python -m benchmarks memory      what the server holds at its peak, question by question
     python -m benchmarks answers     sums, outputs, gRPC on top, and how top-k grows with the memory
+    python -m benchmarks ratios      what the above wrote beside the key ratios in ratios.json
 
 Each says with --help what it takes. OpenMP's wait policy is set here, before torch is imported.
 """
@@ -20,7 +21,7 @@ import sys
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-NAMES = ("recorder", "build", "topk", "filtered", "answers", "explain", "load", "memory")
+NAMES = ("recorder", "build", "topk", "filtered", "answers", "explain", "load", "memory", "ratios")
 
 
 def main() -> None:
