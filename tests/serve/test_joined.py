@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 from synthetic import make_index
 
-from dualform.engine.errors import InvalidArgumentError, ResourceExhaustedError
+from dualform.engine.errors import InvalidArgumentError
 from dualform.engine.messages.catalog import Catalog, Limits
 from dualform.serve import ServerLimits
 from dualform.serve.joined import MOST_BYTES, JoinedScans
 from dualform.serve.scans import ScanQueue
+from dualform.serve.status import Refusal
 from dualform.v1 import attribution_pb2 as pb
 
 from .serving import Served, array, refusal, serving, tensor
@@ -42,7 +43,7 @@ class Gate:
         if requests == ["broken"]:
             raise KeyError("bug")
         return [
-            InvalidArgumentError("bad") if request == "bad" else str(request).encode()
+            Refusal.of(InvalidArgumentError("bad")) if request == "bad" else str(request).encode()
             for request in requests
         ]
 
@@ -92,9 +93,10 @@ def test_each_has_its_own_refusal() -> None:
         gate.open.set()
         found = await asyncio.gather(first, *more, return_exceptions=True)
         assert (found[0], found[1], found[3]) == (b"0", b"1", b"2")
-        assert isinstance(found[2], InvalidArgumentError)
-        with pytest.raises(KeyError):
-            await joined.run(b"k", "broken", 1)
+        assert found[2] == Refusal("INVALID_ARGUMENT", "bad", "INVALID_ARGUMENT")
+        bug = await joined.run(b"k", "broken", 1)
+        assert isinstance(bug, Refusal)
+        assert bug.code == "INTERNAL"
         assert await joined.run(b"k", 3, 1) == b"3"
 
     run(main)
@@ -134,8 +136,9 @@ def test_all_that_wait_count_and_leave_the_queue() -> None:
         await gate.until(lambda: len(gate.batches) == 1)
         waiting = [asyncio.create_task(joined.run(b"k", i, 1)) for i in (1, 2)]
         await asyncio.sleep(0.02)
-        with pytest.raises(ResourceExhaustedError, match="1 scans run and 2 wait"):
-            await joined.run(b"k", 3, 1)
+        full = await joined.run(b"k", 3, 1)
+        assert isinstance(full, Refusal)
+        assert "1 scans run and 2 wait" in full.message
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)

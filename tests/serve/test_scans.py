@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
-from dualform.engine.errors import ResourceExhaustedError
 from dualform.serve.scans import ScanQueue
+from dualform.serve.status import Refusal
 
 
 class Gate:
@@ -79,9 +79,10 @@ def test_a_full_queue_refuses_and_recovers() -> None:
         queue, gate = ScanQueue(1, 2), Gate()
         tasks = [asyncio.create_task(queue.run(gate.scan)) for _ in range(3)]
         await gate.until(lambda: gate.running == 1)
-        with pytest.raises(ResourceExhaustedError, match="1 scans run and 2 wait") as caught:
-            await queue.run(gate.scan)
-        assert caught.value.reason == "QUEUE_FULL"
+        full = await queue.run(gate.scan)
+        assert isinstance(full, Refusal)
+        assert "1 scans run and 2 wait" in full.message
+        assert full.reason == "QUEUE_FULL"
         gate.open.set()
         await asyncio.gather(*tasks)
         assert await queue.run(gate.scan) == "answer"
@@ -135,8 +136,9 @@ def test_an_error_in_a_scan_frees_its_place() -> None:
     async def main() -> None:
         queue = ScanQueue(1, 0)
         for _ in range(3):
-            with pytest.raises(KeyError):
-                await queue.run(broken)
+            refused = await queue.run(broken)
+            assert isinstance(refused, Refusal)
+            assert refused.code == "INTERNAL"
             await asyncio.sleep(0.01)
         queue.close()
 

@@ -34,6 +34,14 @@ class EngineError(Exception):
         self.field = field
         self.reason = reason or self.default_reason
 
+    def detached(self) -> EngineError:
+        """The same refusal without traceback, cause and context, to be kept.
+
+        A traceback holds every frame that it went through, and with them the request; kept by one
+        of these frames, it is a cycle that only the garbage collector ends.
+        """
+        return type(self)(str(self), field=self.field, reason=self.reason)
+
 
 class InvalidArgumentError(EngineError):
     code = "INVALID_ARGUMENT"

@@ -8,7 +8,6 @@ together: whether they are alike must be known before.
 from __future__ import annotations
 
 import logging
-import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -19,7 +18,7 @@ from dualform.engine.errors import DataLossError, EngineError, InvalidArgumentEr
 from dualform.engine.messages.catalog import Catalog
 from dualform.serve.joined import MOST_BYTES, JoinedScans
 from dualform.serve.scans import ScanQueue, Stop
-from dualform.serve.status import abort, internal_error
+from dualform.serve.status import Refusal, or_refusal, refuse
 from dualform.v1 import attribution_pb2 as pb
 
 SERVICE = pb.DESCRIPTOR.services_by_name["AttributionService"]
@@ -43,22 +42,13 @@ def attribution_handlers(
         damage_found: Awaited after an answer failed because of a damaged file.
     """
 
-    def answer_all(requests: Sequence[Any], stop: Stop) -> Sequence[bytes | EngineError]:
-        if len(requests) == 1:
-            return [bytes(catalog.answer(requests[0], stop).SerializeToString())]
-        return [
-            found if isinstance(found, EngineError) else bytes(found.SerializeToString())
-            for found in catalog.answer_together(requests, stop)
-        ]
-
-    joined = JoinedScans(scans, answer_all)
     handlers = {}
     for method in SERVICE.methods:
         own = (method.name, method.input_type.name, catalog, scans, damage_found)
         handlers[method.name] = (
             grpc.unary_stream_rpc_method_handler(_stream_handler(*own))
             if method.server_streaming
-            else grpc.unary_unary_rpc_method_handler(_handler(*own, joined))
+            else grpc.unary_unary_rpc_method_handler(_handler(*own))
         )
     return grpc.method_handlers_generic_handler(SERVICE.full_name, handlers)
 
@@ -69,23 +59,38 @@ def _handler(
     catalog: Catalog,
     scans: ScanQueue,
     damage_found: Callable[[], Awaitable[None]],
-    joined: JoinedScans,
 ) -> Callable[[bytes, _Context], Awaitable[bytes]]:
     def answer(data: bytes, stop: Stop | None) -> bytes:
         request = _decoded(request_name, data)
         return bytes(catalog.answer(request, stop).SerializeToString())
 
+    def answer_all(requests: Sequence[Any], stop: Stop) -> list[bytes | Refusal]:
+        if len(requests) == 1:
+            return [bytes(catalog.answer(requests[0], stop).SerializeToString())]
+        return [
+            Refusal.of(found) if isinstance(found, EngineError) else found.SerializeToString()
+            for found in catalog.answer_together(requests, stop)
+        ]
+
+    joined = JoinedScans(scans, answer_all, method)
+
+    async def answered(data: bytes) -> bytes | Refusal:
+        if method in CHEAP:
+            return or_refusal(method, lambda: answer(data, None))
+        if method in JOINED and len(data) <= MOST_BYTES:
+            request = or_refusal(method, lambda: _decoded(request_name, data))
+            if isinstance(request, Refusal):
+                return request
+            key = _key(method, request)
+            return await joined.run(key, request, len(data))
+        return await scans.run(lambda stop: answer(data, stop), what=method)
+
     async def handle(data: bytes, context: _Context) -> bytes:
-        try:
-            if method in CHEAP:
-                return answer(data, None)
-            if method in JOINED and len(data) <= MOST_BYTES:
-                request = _decoded(request_name, data)
-                return await joined.run(_key(method, request), request, len(data))
-            return await scans.run(lambda stop: answer(data, stop))
-        except Exception as error:
-            refusal = error
-        raise await _refused(method, refusal, context, damage_found)
+        found = await answered(data)
+        if isinstance(found, Refusal):
+            await _refuse(method, found, context, damage_found)
+            return b""
+        return found
 
     return handle
 
@@ -111,16 +116,13 @@ def _stream_handler(
             part = next(parts, None)
             return None if part is None else bytes(part.SerializeToString())
 
-        try:
-            with scans.stream():
-                part = await scans.run(next_part)
-                while part is not None:
-                    yield part
-                    part = await scans.run(next_part, admitted=True)
-            return
-        except Exception as error:
-            refusal = error
-        raise await _refused(method, refusal, context, damage_found)
+        with scans.stream() as refused:
+            part: bytes | Refusal | None = refused or await scans.run(next_part, what=method)
+            while isinstance(part, bytes):
+                yield part
+                part = await scans.run(next_part, what=method, admitted=True)
+        if part is not None:
+            await _refuse(method, part, context, damage_found)
 
     return handle
 
@@ -143,21 +145,13 @@ def _decoded(request_name: str, data: bytes) -> Any:
         ) from None
 
 
-async def _refused(
+async def _refuse(
     method: str,
-    error: Exception,
+    refusal: Refusal,
     context: _Context,
     damage_found: Callable[[], Awaitable[None]],
-) -> AssertionError:
-    """End the call with what the error tells its caller."""
-    if isinstance(error, EngineError):
-        refusal = error
-    else:
-        ticket = secrets.token_hex(4)
-        _LOG.error("%s failed [%s]", method, ticket, exc_info=error)
-        refusal = internal_error(ticket)
-    if isinstance(refusal, DataLossError):
-        _LOG.error("%s met a damaged index: %s", method, refusal)
+) -> None:
+    if refusal.code == DataLossError.code:
+        _LOG.error("%s met a damaged index: %s", method, refusal.message)
         await damage_found()
-    await abort(context, refusal)
-    return AssertionError("abort always raises")
+    refuse(context, refusal)

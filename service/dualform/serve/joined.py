@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dualform.engine.errors import EngineError
 from dualform.serve.scans import ScanQueue, Stop
+from dualform.serve.status import Refusal
 
 MOST_BYTES = 1 << 20
 """Larger requests gain nothing by company, and go alone."""
 
-Answer = Callable[[Sequence[Any], Stop], Sequence["bytes | EngineError"]]
+Answer = Callable[[Sequence[Any], Stop], Sequence["bytes | Refusal"]]
 
 
 @dataclass(eq=False)
@@ -26,7 +26,7 @@ class _Member:
     """One request that waits for its answer."""
 
     request: Any
-    answer: asyncio.Future[bytes]
+    answer: asyncio.Future[bytes | Refusal]
     gone: bool = False
 
 
@@ -47,16 +47,18 @@ class JoinedScans:
         scans: The queue.
         answer: Answers requests of one key, called in a thread with a function that returns True
             once none of the callers waits any more.
+        what: What the log calls them.
     """
 
-    def __init__(self, scans: ScanQueue, answer: Answer) -> None:
+    def __init__(self, scans: ScanQueue, answer: Answer, what: str = "scan") -> None:
         self._scans = scans
         self._answer = answer
+        self._what = what
         self._open: dict[bytes, _Batch] = {}
         self._running: dict[bytes, asyncio.Event] = {}
 
-    async def run(self, key: bytes, request: Any, size: int) -> bytes:
-        """The answer to a request.
+    async def run(self, key: bytes, request: Any, size: int) -> bytes | Refusal:
+        """The answer to a request, or a refusal: the answer's own, or that the queue is full.
 
         Args:
             key: The same for requests that may be answered together.
@@ -64,11 +66,11 @@ class JoinedScans:
             size: Its bytes.
 
         Raises:
-            EngineError: As `answer` gives or raises it; ResourceExhaustedError for a full queue.
             asyncio.CancelledError: The caller gave up.
         """
         loop = asyncio.get_running_loop()
-        self._scans.enter()
+        if refused := self._scans.enter():
+            return refused
         batch = self._open.get(key)
         if batch is None or batch.size + size > MOST_BYTES:
             batch = self._open[key] = _Batch()
@@ -98,26 +100,20 @@ class JoinedScans:
             self._running[key] = done
             self._scans.leave(len(batch.members))
 
-        def answer(_: Stop) -> Sequence[bytes | EngineError]:
+        def answer(_: Stop) -> Sequence[bytes | Refusal]:
             members = batch.members
             requests = [member.request for member in members]
             return self._answer(requests, lambda: all(member.gone for member in members))
 
         try:
-            answers = await self._scans.run(answer, admitted=True, starting=starting)
-            outcome: Sequence[Any] = answers
-        except Exception as error:
-            outcome = [error] * len(batch.members)
+            found = await self._scans.run(answer, what=self._what, admitted=True, starting=starting)
         finally:
             done.set()
             if self._running.get(key) is done:
                 del self._running[key]
-        for member, own in zip(batch.members, outcome, strict=True):
-            if member.answer.done():
-                continue
-            if isinstance(own, Exception):
-                member.answer.set_exception(own)
-            else:
+        answers = [found] * len(batch.members) if isinstance(found, Refusal) else found
+        for member, own in zip(batch.members, answers, strict=True):
+            if not member.answer.done():
                 member.answer.set_result(own)
 
     def _close(self, key: bytes, batch: _Batch) -> None:

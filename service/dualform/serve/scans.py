@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TypeVar
 
-from dualform.engine.errors import ResourceExhaustedError
 from dualform.serve.memory import heap
+from dualform.serve.status import Refusal, or_refusal
 
 T = TypeVar("T")
 Stop = Callable[[], bool]
@@ -41,22 +41,26 @@ class ScanQueue:
         self,
         scan: Callable[[Stop], T],
         *,
+        what: str = "scan",
         admitted: bool = False,
         starting: Callable[[], None] = lambda: None,
-    ) -> T:
+    ) -> T | Refusal:
         """Run `scan(stop)` in a thread once it is its turn.
 
         Args:
             scan: Called with a function that returns True once the caller has given up.
+            what: What the log calls it, should it fail.
             admitted: It was let in already: by `enter` or `stream`.
             starting: Called in the event loop when its turn has come.
 
+        Returns:
+            What the scan returned, or a refusal: what it raised, or that the queue is full.
+
         Raises:
-            ResourceExhaustedError: The queue is full.
             asyncio.CancelledError: The caller gave up: its deadline passed or it went away.
         """
-        if not admitted:
-            self.enter()
+        if not admitted and (refused := self.enter()):
+            return refused
         try:
             await self._running.acquire()
         finally:
@@ -66,7 +70,7 @@ class ScanQueue:
         starting()
         stop = threading.Event()
         loop = asyncio.get_running_loop()
-        future = self._pool.submit(scan, stop.is_set)
+        future = self._pool.submit(or_refusal, what, lambda: scan(stop.is_set))
         # In this order: a caller's next request must find the place free, and nobody need wait
         # while memory is returned, which can take milliseconds.
         future.add_done_callback(lambda done: self._release(loop))
@@ -76,34 +80,34 @@ class ScanQueue:
             return await answer
         finally:
             stop.set()
+            # An exception that it holds holds this frame.
+            del answer, future
 
-    def enter(self) -> None:
-        """Begin to wait; `leave` ends it.
-
-        Raises:
-            ResourceExhaustedError: The queue is full.
-        """
+    def enter(self) -> Refusal | None:
+        """Begin to wait, which `leave` ends; or a refusal: the queue is full."""
         if self._waiting >= self._queued + self._free:
             running = self._concurrent - self._free
-            raise _busy(f"{running} scans run and {self._waiting} wait")
+            return _busy(f"{running} scans run and {self._waiting} wait")
         self._waiting += 1
+        return None
 
     def leave(self, count: int) -> None:
         """So many wait no longer."""
         self._waiting -= count
 
     @contextmanager
-    def stream(self) -> Iterator[None]:
+    def stream(self) -> Iterator[Refusal | None]:
         """While one answer is sent in parts; between its parts it holds no place.
 
-        Raises:
-            ResourceExhaustedError: As many are being sent as may run and wait.
+        Yields:
+            None, or a refusal: as many are being sent as may run and wait.
         """
         if self._streams >= self._concurrent + self._queued:
-            raise _busy(f"{self._streams} answers are being sent in parts")
+            yield _busy(f"{self._streams} answers are being sent in parts")
+            return
         self._streams += 1
         try:
-            yield
+            yield None
         finally:
             self._streams -= 1
 
@@ -131,9 +135,10 @@ class ScanQueue:
                 raise
 
 
-def _busy(what: str) -> ResourceExhaustedError:
-    return ResourceExhaustedError(
+def _busy(what: str) -> Refusal:
+    return Refusal(
+        "RESOURCE_EXHAUSTED",
         f"the server is busy: {what}; ask again later, or raise limits.queued_scans in the "
         "server's configuration",
-        reason="QUEUE_FULL",
+        "QUEUE_FULL",
     )

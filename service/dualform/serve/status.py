@@ -6,7 +6,11 @@ request is at fault, `google.rpc.BadRequest`, inside the `google.rpc.Status` of 
 
 from __future__ import annotations
 
-from typing import Any
+import logging
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import grpc
 from google.protobuf import any_pb2
@@ -19,17 +23,63 @@ DOMAIN = "dualform"
 # A message travels three times, partly percent-encoded, in trailers that clients cap at 8 KiB.
 _MAX_BYTES = 1024
 
+_LOG = logging.getLogger("dualform.serve")
+T = TypeVar("T")
 
-def rich_status(error: EngineError) -> status_pb2.Status:
+
+@dataclass(frozen=True)
+class Refusal:
+    """What a caller is told instead of an answer.
+
+    A value, not an exception: it travels from a scan's thread to the caller through futures, and an
+    exception would take the frames that hold the request along.
+
+    Attributes:
+        code: Canonical gRPC code, upper case.
+        message: What was given, what is allowed, how to get there.
+        reason: Stable word for programs.
+        field: The request's field at fault, if it is one.
+    """
+
+    code: str
+    message: str
+    reason: str
+    field: str | None = None
+
+    @classmethod
+    def of(cls, error: EngineError) -> Refusal:
+        """What the caller learns of a refusal by the engine."""
+        return cls(error.code, str(error), error.reason, error.field)
+
+    @classmethod
+    def internal(cls, ticket: str) -> Refusal:
+        """What the caller learns of a bug: nothing but where the log tells more."""
+        message = f"internal error {ticket}: the server's log has the details under this word"
+        return cls("INTERNAL", message, "INTERNAL")
+
+
+def or_refusal(what: str, work: Callable[[], T]) -> T | Refusal:
+    """What `work` returns, or its exception as a refusal; a bug goes to the log under `what`."""
+    try:
+        return work()
+    except EngineError as error:
+        return Refusal.of(error)
+    except Exception:
+        ticket = secrets.token_hex(4)
+        _LOG.exception("%s failed [%s]", what, ticket)
+        return Refusal.internal(ticket)
+
+
+def rich_status(refusal: Refusal) -> status_pb2.Status:
     """The `google.rpc.Status` of a refusal."""
-    message = _shorten(str(error))
-    details: list[Any] = [error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN)]
-    if error.field is not None:
+    message = _shorten(refusal.message)
+    details: list[Any] = [error_details_pb2.ErrorInfo(reason=refusal.reason, domain=DOMAIN)]
+    if refusal.field is not None:
         violation = error_details_pb2.BadRequest.FieldViolation(
-            field=_shorten(error.field), description=message
+            field=_shorten(refusal.field), description=message
         )
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
-    status = status_pb2.Status(code=code_pb2.Code.Value(error.code), message=message)
+    status = status_pb2.Status(code=code_pb2.Code.Value(refusal.code), message=message)
     for detail in details:
         packed = any_pb2.Any()
         packed.Pack(detail)
@@ -37,15 +87,16 @@ def rich_status(error: EngineError) -> status_pb2.Status:
     return status
 
 
-def internal_error(ticket: str) -> EngineError:
-    """What a caller learns of a bug: nothing but where the log tells more."""
-    return EngineError(f"internal error {ticket}: the server's log has the details under this word")
+def refuse(context: grpc.aio.ServicerContext[Any, Any], refusal: Refusal) -> None:
+    """Let the call end with this refusal once its handler returns.
 
-
-async def abort(context: grpc.aio.ServicerContext[Any, Any], error: EngineError) -> None:
-    """End the call with this refusal; raises gRPC's own exception."""
-    status = rpc_status.to_status(rich_status(error))
-    await context.abort(status.code, status.details, status.trailing_metadata)
+    `context.abort` would raise an exception that the call's own state keeps, and with it, until the
+    garbage collector comes by, the frame that holds the request.
+    """
+    status = rpc_status.to_status(rich_status(refusal))
+    context.set_code(status.code)
+    context.set_details(status.details)
+    context.set_trailing_metadata(status.trailing_metadata)
 
 
 def _shorten(text: str) -> str:

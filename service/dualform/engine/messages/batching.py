@@ -44,7 +44,7 @@ def answer_together(
             index.check_queries(request.layer, checked.queries)
             waiting.append((place, checked))
         except EngineError as error:
-            results[place] = error
+            results[place] = error.detached()
     while waiting:
         count = _as_many_as_fit([checked for _, checked in waiting], limits)
         batch, waiting = waiting[:count], waiting[count:]
@@ -60,7 +60,7 @@ def answer_together(
             ]
             answered = [question.respond(requests[0], part) for part in parts]
         except EngineError as error:
-            answered = [error] * len(batch)
+            answered = [error.detached()] * len(batch)
         for (place, _), answer in zip(batch, answered, strict=True):
             results[place] = answer
     return results

@@ -255,7 +255,7 @@ def _open(name: str, path: Path, device: str, use_faiss: bool) -> _Entry:
         with _store_errors_translated():
             return _Entry(Index.open(path, device=device, use_faiss=use_faiss), None)
     except EngineError as error:
-        return _Entry(None, error)
+        return _Entry(None, error.detached())
     except (OSError, ValueError) as error:
         return _Entry(None, DataLossError(f"{path} cannot be opened: {error}"))
     except Exception as error:
