@@ -108,7 +108,7 @@ atexit.register(ask)
 def test_k_is_a_positive_integer(path: Path, k: object) -> None:
     queries = np.ones((1, 256), np.float32)
     with Index.open(path, device="cpu") as index:
-        with pytest.raises(InvalidArgumentError, match="must be an integer, at least 1") as caught:
+        with pytest.raises(InvalidArgumentError, match=r"at least 1|an int is needed") as caught:
             index.top_k("fc", queries, k)  # type: ignore[arg-type]
         assert caught.value.field == "k"
         assert index.top_k("fc", queries, np.int64(3)).rows.shape == (1, 3)  # type: ignore[arg-type]

@@ -167,7 +167,7 @@ def test_explain_scans_only_where_another_answer_does(
     assert sums is not None
     assert sums.plan.strategy == "distinct_keys"
     both = lambda: index.explain(  # noqa: E731
-        "fc", queries, group_by="label", absolute=True, dual_output=True, k=3
+        "fc", queries, group_by="label", absolute=True, dual_output=True
     )
     assert rows_read(monkeypatch, both) == ROWS
     other = both().sums

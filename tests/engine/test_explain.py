@@ -103,11 +103,11 @@ def test_the_answers_are_those_of_single_questions(
         assert found.output is None
 
 
-def test_every_row_is_read_once_at_most(
+def test_output_and_sums_read_every_row_once_at_most(
     index: Index, arrays: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     queries = arrays["queries"][:3]  # for more, outer products are added up instead
-    everything = {"k": 3, "group_by": "label", "absolute": True, "dual_output": True}
+    everything = {"group_by": "label", "absolute": True, "dual_output": True}
     read = rows_read(monkeypatch, lambda: index.explain("fc", queries, **everything))
     assert read == ROWS
     some = {**everything, "where": LATE}
@@ -121,7 +121,7 @@ def test_every_row_is_read_once_at_most(
 def test_refusals(index: Index, arrays: dict[str, np.ndarray], tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="k is 0"):
         index.explain("fc", arrays["queries"], k=0)
-    with pytest.raises(InvalidArgumentError, match="order is"):
+    with pytest.raises(InvalidArgumentError, match="order='best' is none of"):
         index.explain("fc", arrays["queries"], k=1, order="best")  # type: ignore[arg-type]
     with Index.open(make_index(tmp_path, arrays["keys"], None), device="cpu") as bare:
         assert bare.explain("fc", arrays["queries"], k=1).top_k is not None

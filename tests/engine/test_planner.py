@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ from dualform.engine.errors import InvalidArgumentError
 from dualform.engine.memory.residency import resident
 from dualform.engine.plan import costs as engine_costs
 from dualform.engine.plan import planner as engine_planner
-from dualform.engine.topk.scan import RankedRows
 from dualform.v1 import attribution_pb2 as pb
 
 ROWS, D = 12_000, 300
@@ -152,28 +150,3 @@ def test_pruning_pays_for_few_rows_alone() -> None:
         for faiss in (True, False):
             assert engine_costs.pruning_pays(rows // 20, rows, width, queries, faiss)
             assert not engine_costs.pruning_pays(rows, rows, width, queries, faiss)
-
-
-def test_explain_leaves_to_sketches_what_they_answer_sooner(
-    low_rank: Path, isotropic: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ranked: list[int] = []
-    original = RankedRows.update
-
-    def counting(self: RankedRows, tile: Any, weights: Any) -> None:
-        ranked.append(len(tile.positions))
-        original(self, tile, weights)
-
-    monkeypatch.setattr(RankedRows, "update", counting)
-    queries = question(64)
-    for path, rows in ((low_rank, 0), (isotropic, ROWS)):
-        with Index.open(path, device="cpu") as index:
-            index.top_k("fc", queries, 5, strategy="certified")  # how well do its sketches prune?
-            ranked.clear()
-            found = index.explain("fc", queries, k=5, group_by="label", absolute=True)
-            alone = index.top_k("fc", queries, 5)
-        assert sum(ranked) == rows
-        assert found.top_k is not None
-        assert found.sums is not None
-        np.testing.assert_array_equal(found.top_k.rows, alone.rows)
-        np.testing.assert_array_equal(found.top_k.scores, alone.scores)

@@ -181,7 +181,7 @@ def test_nonfinite_keys_are_counted_and_poison_only_their_group(tmp_path: Path) 
     ("queries", "words"),
     [
         (np.zeros((1, D_IN + 1), np.float32), rf"takes \[n, {D_IN}\]"),
-        (np.zeros(D_IN, np.float32), rf"takes \[n, {D_IN}\]"),
+        (np.zeros(D_IN, np.float32), r"send \[n, d_in\]"),
         (np.zeros((1, D_IN)), "must be float32"),
         (np.zeros((0, D_IN), np.float32), "at least one"),
         (np.full((1, D_IN), np.nan, np.float32), "must be finite"),

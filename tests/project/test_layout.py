@@ -16,13 +16,14 @@ FOLDERS = ["protos", "indexer", "service", "clients/python", "clients/plot", "cl
 MAY_IMPORT = {
     "v1": set(),
     "optimizers": set(),
+    "questions": {"v1"},
     "store": {"optimizers", "v1"},
     "index": {"optimizers", "store", "v1"},
     "record": {"optimizers", "store", "v1"},
-    "engine": {"optimizers", "store", "v1"},
-    "replay": {"engine", "record", "optimizers", "store", "v1"},
-    "serve": {"engine", "record", "index", "store", "v1"},
-    "client": {"engine", "record", "index", "store", "v1"},
+    "engine": {"optimizers", "questions", "store", "v1"},
+    "replay": {"engine", "questions", "record", "optimizers", "store", "v1"},
+    "serve": {"engine", "questions", "record", "index", "store", "v1"},
+    "client": {"engine", "questions", "record", "index", "store", "v1"},
     "plot": {"client", "v1"},
     "cli": {"serve", "client", "plot", "engine", "record", "index", "store", "v1"},
 }

@@ -1,119 +1,91 @@
-"""Several answers about one layer: those that need a scan share it, the others take their own way.
+"""Several answers about one layer: sums ride along where an output scans every row anyway.
 
-A scan's product of queries and keys serves the output, the sums and the top-k alike. So where one
-of them scans every row that takes part, the others ride along; otherwise each is found by itself.
-So is a top-k that sketches answer in less time than it takes to look at every product.
+An output's scan multiplies the queries with every key that takes part, and a sum needs just those
+products. A top-k takes its own way: it gets along with few of them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
-import torch
 
-from dualform.engine.memory.fold import Reducer, fold
+from dualform.engine.api.opened import Opened
+from dualform.engine.api.results import Coverage, DualOutput, Explanation, Sums
+from dualform.engine.api.top_k import top_k
+from dualform.engine.api.totals import (
+    CountedSums,
+    output_result,
+    prepare_output,
+    prepare_sums,
+    sums_result,
+)
 from dualform.engine.memory.layer import Layer
 from dualform.engine.memory.shards import Stop
 from dualform.engine.plan.plan import Plan
-from dualform.engine.topk.candidates import Ranking
-from dualform.engine.topk.scan import RankedRows
-from dualform.engine.totals import outputs, sums
+from dualform.engine.totals import outputs
+from dualform.engine.totals import sums as totals
+from dualform.questions import ExplainQuestion, OutputQuestion, SumsQuestion, TopKQuestion
 
-# Where key sums stand for fewer rows than this share, scanning all rows for all answers is cheaper.
-_MOSTLY = 0.75
-
-
-@dataclass(frozen=True)
-class Questions:
-    """What is asked of one layer, None for what is not.
-
-    Attributes:
-        queries: float32 [n, d_in], finite.
-        selected: bool [total], by position: the rows that take part.
-        ranking: The best rows by weight.
-        joins: Whether these are looked for in the tiles of a scan, if there is one.
-        sums: Totals.
-        output: The trained layer's output.
-    """
-
-    queries: torch.Tensor
-    selected: np.ndarray
-    ranking: Ranking | None
-    joins: bool
-    sums: sums.Question | None
-    output: outputs.Question | None
-
-
-@dataclass(frozen=True)
-class Found:
-    """Answers, None for what was not asked, or for a top-k that is better found by itself.
-
-    Attributes:
-        hits: Positions, int64 [n, k], and scores, float32 [n, k]; padded with -1 and NaN.
-        sums: float64 [n, groups].
-        output: The output's parts.
-        plans: How each was found, by name: "top_k", "sums", "output".
-    """
-
-    hits: tuple[np.ndarray, np.ndarray] | None
-    sums: np.ndarray | None
-    output: outputs.Parts | None
-    plans: dict[str, Plan]
+_SHARED = Plan("scan", "another answer needs the scan anyway", {})
 
 
 def explain(
+    opened: Opened,
     layer: Layer,
-    asked: Questions,
-    rows: int,
-    answers: outputs.DualOutputs,
-    device: torch.device,
+    queries: np.ndarray,
+    question: ExplainQuestion,
     stop: Stop | None,
-) -> Found:
-    """Answer what shares a scan, and what needs none; a top-k outside the scan is left to others.
+) -> Explanation:
+    """Answer about one of the question's layers.
 
     Args:
+        opened: The index.
         layer: Whose memory.
-        asked: The questions.
-        rows: How many rows take part.
-        answers: Gives the outputs.
-        device: Where tiles are multiplied.
+        queries: float32 [n, d_in], those for this layer.
+        question: What is asked of all layers.
         stop: Asked between tiles.
     """
-    plans: dict[str, Plan] = {}
-    scan_all, way = False, None
-    if asked.output is not None:
-        plans["output"] = outputs.plan(layer, asked.output, rows)
-        scan_all = plans["output"].strategy == "scan"
-    if asked.sums is not None:
-        way = sums.plan(layer, asked.sums, "auto")
-        plans["sums"] = way.plan
-        if way.rest is not None and way.standing is None:
-            scan_all |= bool(np.count_nonzero(way.rest) > (1 - _MOSTLY) * rows)
-    riders: list[Reducer] = []
-    ranked = total = None
-    if scan_all and asked.ranking is not None and asked.joins:
-        ranked = RankedRows(layer, asked.queries, asked.ranking, device)
-        riders.append(ranked)
-    if scan_all and asked.sums is not None and way is not None and way.rest is not None:
-        if way.standing is not None:
-            plans["sums"] = _SHARED
-        total = sums.GroupSum(len(asked.queries), asked.sums.grouping, asked.sums.absolute, device)
-        riders.append(total)
-    parts = totals = None
-    if asked.output is not None:
-        parts = answers.answer(layer, asked.output, stop, riders)
-    if riders and plans.get("output", _NO_PLAN).strategy != "scan":
-        fold(layer, asked.queries, asked.selected, riders, device, stop)
-    if total is not None:
-        totals = total.result()
-    elif asked.sums is not None and way is not None:
-        totals = sums.total_weights(layer, asked.sums, way, device, stop)
-    hits = None if ranked is None else ranked.result()
-    if hits is not None:
-        plans["top_k"] = _SHARED
-    return Found(hits, totals, parts, plans)
+    name, where, column = layer.name, question.where, question.group_by
+    best = total = output = counted = None
+    if column is not None:
+        asked = SumsQuestion(name, queries, column, absolute=question.absolute, where=where)
+        counted = prepare_sums(layer, asked)
+    if question.output:
+        wanted = OutputQuestion(name, queries, where=where, group_by=column)
+        output, total = _output(opened, layer, wanted, counted, stop)
+    if counted is not None and total is None:
+        way = totals.plan(layer, counted.prepared, "auto")
+        found = totals.total_weights(layer, counted.prepared, way, opened.device, stop)
+        total = sums_result(layer, counted, found, way.plan)
+    if question.k:
+        best = top_k(
+            opened,
+            layer,
+            TopKQuestion(name, queries, k=question.k, order=question.order, where=where),
+            stop,
+        )
+    return Explanation(best, total, output)
 
 
-_NO_PLAN = Plan("none", "not asked", {})
-_SHARED = Plan("scan", "another answer needs the scan anyway", {})
+def _output(
+    opened: Opened,
+    layer: Layer,
+    question: OutputQuestion,
+    counted: CountedSums | None,
+    stop: Stop | None,
+) -> tuple[DualOutput, Sums | None]:
+    """The output, and with it the sums where its scan takes them along."""
+    prepared = prepare_output(opened, layer, question)
+    plan = outputs.plan(layer, prepared, Coverage.of(layer, prepared.selected).rows)
+    if counted is None or plan.strategy != "scan":
+        found = opened.outputs.answer(layer, prepared, stop)
+        return output_result(layer, question, prepared, found, plan), None
+    way = totals.plan(layer, counted.prepared, "auto")
+    if way.rest is None:  # key sums stand for all rows: nothing is cheaper
+        found = opened.outputs.answer(layer, prepared, stop)
+        return output_result(layer, question, prepared, found, plan), None
+    sums = counted.prepared
+    rider = totals.GroupSum(len(sums.queries), sums.grouping, sums.absolute, opened.device)
+    found = opened.outputs.answer(layer, prepared, stop, [rider])
+    why = way.plan if way.standing is None else _SHARED
+    total = sums_result(layer, counted, rider.result(), why)
+    return output_result(layer, question, prepared, found, plan), total

@@ -1,62 +1,49 @@
-"""An opened index: what can be asked of it, and the checks that every question passes first."""
+"""An opened index: it answers questions, and refuses once it is closed or found damaged."""
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
+from typing import Literal, overload
 
 import numpy as np
 import torch
 
-from dualform.engine.api import validation
 from dualform.engine.api.examples import Examples
-from dualform.engine.api.explain import Questions, explain
-from dualform.engine.api.results import (
-    Coverage,
-    DualOutput,
-    Explanation,
-    Sums,
-    TopK,
-    WeightsChunk,
-)
+from dualform.engine.api.explain import explain
+from dualform.engine.api.keywords import Keywords
+from dualform.engine.api.opened import Opened, query_tensor
+from dualform.engine.api.results import DualOutput, Explanation, Sums, TopK, WeightsChunk
+from dualform.engine.api.top_k import top_k
+from dualform.engine.api.totals import dual_output, sums
 from dualform.engine.context import own_settings
-from dualform.engine.errors import (
-    DataLossError,
-    FailedPreconditionError,
-    NotFoundError,
-)
+from dualform.engine.errors import DataLossError, FailedPreconditionError, NotFoundError
 from dualform.engine.memory.layer import Layer, open_layer
 from dualform.engine.memory.shards import Stop
 from dualform.engine.memory.states import States
-from dualform.engine.plan.plan import Plan
 from dualform.engine.plan.planner import Planner
-from dualform.engine.rows.bins import binned
 from dualform.engine.rows.rows import Rows
-from dualform.engine.topk import scan
-from dualform.engine.topk.candidates import Ranking
-from dualform.engine.topk.distinct import Distinct
-from dualform.engine.totals import outputs, sums
 from dualform.engine.totals.coefficients import LayerCoefficients, layer_coefficients
-from dualform.engine.totals.outputs import DualOutputs, Question
+from dualform.engine.totals.outputs import DualOutputs
 from dualform.engine.totals.streams import CHUNK_BYTES, weights_in_row_order
+from dualform.questions import (
+    ExplainQuestion,
+    OutputQuestion,
+    RowsQuestion,
+    StreamWeightsQuestion,
+    SumsQuestion,
+    TopKQuestion,
+)
 from dualform.store.errors import DamagedError
 from dualform.store.files import FileEntry, check_digest
-from dualform.store.grouping import Grouping
 from dualform.store.index import REBUILD, IndexManifest
 from dualform.store.ledger import Ledger
-from dualform.v1 import attribution_pb2 as pb
-
-Order = Literal["largest", "smallest", "absolute"]
-RankBy = Literal["weight", "contribution"]
-Strategy = Literal["auto", "certified", "flat", "scan"]
 
 
-class Index:
+class Index(Keywords):
     """A published index, open for questions. Thread-safe; use as a context manager or `close()`.
 
     Every method raises subclasses of `dualform.engine.errors.EngineError`: NotFoundError for an
@@ -75,8 +62,6 @@ class Index:
     def __init__(self, path: Path, *, device: torch.device, use_faiss: bool) -> None:
         self.path = path
         self.damage: str | None = None
-        self._device = device
-        self._use_faiss = use_faiss
         self._manifest = IndexManifest.load(path)
         self._ledger = self._manifest.load_ledger(path)
         spaces = self._manifest.spaces
@@ -86,9 +71,9 @@ class Index:
             for name, layer in self._manifest.layers.items()
         }
         self._states = States(path)
-        self._outputs = DualOutputs(self._ledger, self._states, device)
+        outputs = DualOutputs(self._ledger, self._states, device)
+        self._opened = Opened(self._ledger, outputs, Planner(), device, use_faiss)
         self._examples = Examples(path, self._manifest.examples)
-        self._planner = Planner()
         self._closed = threading.Event()
 
     @classmethod
@@ -105,7 +90,7 @@ class Index:
             dualform.store.StoreError: No index there, a newer one, or a damaged one.
             ValueError: The device is none, or not there.
         """
-        return cls(Path(path), device=validation.device(device), use_faiss=use_faiss)
+        return cls(Path(path), device=device_of(device), use_faiss=use_faiss)
 
     def __enter__(self) -> Index:
         return self
@@ -147,258 +132,79 @@ class Index:
             )
         return self.layers[name]
 
-    def top_k(
-        self,
-        layer: str,
-        queries: np.ndarray,
-        k: int,
-        *,
-        where: pb.Filter | None = None,
-        group_by: str | None = None,
-        order: Order = "largest",
-        rank_by: RankBy = "weight",
-        unit: int | None = None,
-        at_step: int | None = None,
-        distinct: str | None = None,
-        strategy: Strategy = "auto",
-        stop: Stop | None = None,
-    ) -> TopK:
-        """The k rows with the largest, smallest or largest absolute weight or contribution.
+    @overload
+    def ask(self, question: TopKQuestion, stop: Stop | None = None) -> TopK: ...
+    @overload
+    def ask(self, question: SumsQuestion, stop: Stop | None = None) -> Sums: ...
+    @overload
+    def ask(self, question: OutputQuestion, stop: Stop | None = None) -> DualOutput: ...
+
+    def ask(self, question: RowsQuestion, stop: Stop | None = None) -> TopK | Sums | DualOutput:
+        """Answer a question about rows.
 
         Args:
-            layer: The layer's name.
-            queries: float32 [n, d_in], finite.
-            k: At least 1.
-            where: Which rows take part; None for all.
-            group_by: A metadata column: the k best rows of each of its values.
-            order: "absolute" sorts by |score| descending; scores stay signed.
-            rank_by: "weight", or "contribution": what a row added to one output unit.
-            unit: The output unit, 0 to d_out - 1; with "contribution" alone.
-            at_step: Contributions after so many steps; None for the trained layer. Likewise.
-            distinct: A metadata column: of rows with the same value only the best counts; rows
-                without a value stand for themselves.
-            strategy: How rows are proposed; the answer is the same. "certified" prunes by
-                sketches, "flat" asks FAISS, "scan" multiplies tiles. One that does not apply is
-                refused; "auto" takes the cheapest that does, by estimate.
-            stop: Asked between tiles.
+            question: What is asked; its `index` and `explain_plan` say nothing here.
+            stop: Asked between tiles; true once nobody waits for the answer.
         """
-        own = self.layer(layer)
-        query = validation.query_tensor(queries, own.manifest)
-        contribution, end = validation.contribution(own, self._ledger, rank_by, unit, at_step)
-        grouping = None if group_by is None else own.space.grouping(group_by)
-        apart = None if distinct is None else Distinct.of(own.space.grouping(distinct, "distinct"))
-        ranking = validation.ranking(k, order, grouping, contribution, apart)
-        mask = own.space.select(where, before_step=end)
-        refused = self._top_k_refusals(own, ranking, mask is own.space.everything)
-        coverage = _coverage(own, mask)
-        plan = self._planner.top_k(
-            own, ranking.order, ranking.hits, len(query), coverage.rows, refused, strategy
-        )
+        layer = self.layer(question.layer)
         with self._guarded():
-            faiss = refused["flat"] is None
-            search = scan.Scan(own, query, ranking, self._device, plan.strategy, faiss, stop)
-            begin = time.perf_counter()
-            positions, scores = search.run(mask & own.finite)
-            kept = search.kept / search.asked if search.asked else None
-            seconds = time.perf_counter() - begin
-        self._planner.learn(own, ranking.order, ranking.hits, len(query), plan, kept, seconds)
-        return _hits(own, len(query), ranking, positions, scores, mask, coverage, plan)
+            if isinstance(question, TopKQuestion):
+                return top_k(self._opened, layer, question, stop)
+            if isinstance(question, SumsQuestion):
+                return sums(self._opened, layer, question, stop)
+            return dual_output(self._opened, layer, question, stop)
 
-    def sums(
+    def explain_layers(
+        self, question: ExplainQuestion, stop: Stop | None = None
+    ) -> Iterator[Explanation]:
+        """Several answers about each of the question's layers, found as they are taken."""
+        for name, queries in question.layers:
+            layer = self.layer(name)
+            with self._guarded():
+                found = explain(self._opened, layer, queries, question, stop)
+            yield found
+
+    def chunks(
         self,
-        layer: str,
-        queries: np.ndarray,
-        group_by: str,
-        *,
-        absolute: bool = False,
-        where: pb.Filter | None = None,
-        bins: Sequence[float] | None = None,
-        strategy: sums.Strategy = "auto",
+        question: StreamWeightsQuestion,
         stop: Stop | None = None,
-    ) -> Sums:
-        """Total attention weight, signed or absolute, per group.
-
-        A key that is not finite makes its group's total NaN: nothing is left out silently.
-
-        Args:
-            layer: The layer's name.
-            queries: float32 [n, d_in], finite.
-            group_by: A metadata column.
-            absolute: Sum |weight|.
-            where: Which rows take part; None for all.
-            bins: Ascending edges for a numeric column, as in numpy.histogram: group i holds
-                edges[i] <= value < edges[i + 1], the last one its upper edge too. Other rows take
-                no part; groups are called by their lower edges.
-            strategy: "key_sums" takes the stored sums of the keys of whole runs of rows with the
-                same task and label, "distinct_keys" multiplies one row for each distinct key,
-                "scan" every row; refused where it does not apply. "auto" takes key sums where
-                there are any, and for the other rows the cheaper of the other two, by estimate.
-            stop: Asked between tiles.
-        """
-        own = self.layer(layer)
-        query = validation.query_tensor(queries, own.manifest)
-        grouping = own.space.grouping(group_by)
-        mask = own.space.select(where)
-        if bins is None:
-            runs, counts = own.space.run_codes(group_by), own.space.count(group_by, mask)
-        else:
-            grouping = binned(group_by, own.space.columns[group_by], bins)
-            mask = mask & (grouping.codes >= 0)
-            runs = own.space.codes_of_runs(grouping)
-            counts = np.bincount(grouping.codes[mask], minlength=len(bins) - 1).astype(np.int64)
-        question = sums.Question(query, grouping, runs, absolute, mask)
-        way = sums.plan(own, question, strategy)
-        with self._guarded():
-            totals = sums.total_weights(own, question, way, self._device, stop)
-        return Sums(grouping.values, totals, counts, _coverage(own, mask), way.plan)
-
-    def dual_output(
-        self,
-        layer: str,
-        queries: np.ndarray,
-        *,
-        where: pb.Filter | None = None,
-        at_step: int | None = None,
-        group_by: str | None = None,
-        strategy: outputs.Strategy = "auto",
-        stop: Stop | None = None,
-    ) -> DualOutput:
-        """The layer's output as initial part plus the sum of the rows' contributions.
-
-        Eq. dual_linear of Irie et al. (2022), with the coefficients that the optimizer's settings
-        imply: a row of step t adds (c_t x_t.x + c'_t) e_t, primes for the bias. Of all rows
-        together, what those before the last stored state j <= at_step add comes in one product with
-        it, and for the trained layer what all of them add in one product with the weight that they
-        were added up to (docs/decisions, 7 and 8); everything else is a scan.
-
-        Args:
-            layer: The layer's name.
-            queries: float32 [n, d_in], finite.
-            where: Which rows take part; the initial part always stays.
-            at_step: After so many steps, 0 to `steps`; None for the trained layer.
-            group_by: A metadata column: the output split by its values, the initial part beside.
-            strategy: How; for the trained layer "scan" adds every row instead of taking what they
-                were added up to ("rebuilt", refused where it does not apply).
-            stop: Asked between tiles.
-        """
-        own = self.layer(layer)
-        query = validation.query_tensor(queries, own.manifest)
-        end = validation.last_step(own, self._ledger, at_step)
-        grouping = None if group_by is None else own.space.grouping(group_by)
-        mask = own.space.select(where, before_step=None if at_step is None else end)
-        question = Question(query, at_step, end, grouping, mask, where is not None, strategy)
-        coverage = _coverage(own, mask)
-        plan = outputs.plan(own, question, coverage.rows)
-        with self._guarded():
-            parts = self._outputs.answer(own, question, stop)
-        counts = None if group_by is None else own.space.count(group_by, mask)
-        return _output(parts, grouping, counts, coverage, plan)
-
-    def explain(
-        self,
-        layer: str,
-        queries: np.ndarray,
-        *,
-        k: int | None = None,
-        order: Order = "largest",
-        where: pb.Filter | None = None,
-        group_by: str | None = None,
-        absolute: bool = False,
-        dual_output: bool = False,
-        stop: Stop | None = None,
-    ) -> Explanation:
-        """Several answers about one layer, the same as asked one by one; what scans, scans once.
-
-        Args:
-            layer: The layer's name.
-            queries: float32 [n, d_in], finite.
-            k: So many best rows by weight, as `top_k` gives; None for none.
-            order: As for `top_k`.
-            where: Which rows take part, in all answers.
-            group_by: A metadata column: `sums` over it, and the output split by it; None for no
-                sums, and the output whole.
-            absolute: Sum |weight|.
-            dual_output: The trained layer's output too, as `dual_output` gives.
-            stop: Asked between tiles.
-        """
-        own = self.layer(layer)
-        query = validation.query_tensor(queries, own.manifest)
-        ranking = None if k is None else validation.ranking(k, order)
-        grouping = None if group_by is None else own.space.grouping(group_by)
-        mask = own.space.select(where)
-        coverage = _coverage(own, mask)
-        totals = wanted = counts = None
-        if group_by is not None and grouping is not None:
-            runs, counts = own.space.run_codes(group_by), own.space.count(group_by, mask)
-            totals = sums.Question(query, grouping, runs, absolute, mask)
-        if dual_output:
-            end = validation.last_step(own, self._ledger, None)
-            wanted = Question(query, None, end, grouping, mask, where is not None, "auto")
-        joins = False
-        if ranking is not None:
-            refused = self._top_k_refusals(own, ranking, mask is own.space.everything)
-            alone = self._planner.top_k(
-                own, ranking.order, ranking.hits, len(query), coverage.rows, refused, "auto"
-            )
-            joins = self._planner.joins(alone, len(query), coverage.rows)
-        asked = Questions(query, mask, ranking, joins, totals, wanted)
-        with self._guarded():
-            found = explain(own, asked, coverage.rows, self._outputs, self._device, stop)
-        best = None
-        if ranking is not None and found.hits is not None:
-            plan = found.plans["top_k"]
-            best = _hits(own, len(query), ranking, *found.hits, mask, coverage, plan)
-        elif ranking is not None:
-            best = self.top_k(layer, queries, ranking.k, where=where, order=order, stop=stop)
-        total = output = None
-        if found.sums is not None and grouping is not None and counts is not None:
-            plan = found.plans["sums"]
-            total = Sums(grouping.values, found.sums, counts, coverage, plan)
-        if found.output is not None:
-            output = _output(found.output, grouping, counts, coverage, found.plans["output"])
-        return Explanation(best, total, output)
-
-    def stream_weights(
-        self,
-        layer: str,
-        queries: np.ndarray,
-        *,
         chunk_bytes: int = CHUNK_BYTES,
-        stop: Stop | None = None,
     ) -> Iterator[WeightsChunk]:
-        """Every attention weight in row order, the float32 nearest to the exact one.
+        """Every attention weight in row order.
 
         Args:
-            layer: The layer's name.
-            queries: float32 [n, d_in], finite.
-            chunk_bytes: Bytes of a chunk's weights, at most, unless one row has more.
+            question: What is asked; it is checked before this returns.
             stop: Asked between tiles.
+            chunk_bytes: Bytes of a chunk's weights, at most, unless one row has more.
 
         Returns:
             Chunks, which are computed as they are asked for. The weights of a key that is not
             finite are not finite either.
         """
-        own = self.layer(layer)
-        query = validation.query_tensor(queries, own.manifest)
-        chunks = weights_in_row_order(own, query, chunk_bytes, stop)
+        layer = self.layer(question.layer)
+        found = weights_in_row_order(
+            layer, query_tensor(layer, question.queries), chunk_bytes, stop
+        )
 
         def guarded() -> Iterator[WeightsChunk]:
             while True:
-                self.layer(layer)  # refused once the index is closed
+                self.layer(question.layer)  # refused once the index is closed
                 with self._guarded():
-                    found = next(chunks, None)
-                if found is None:
+                    chunk = next(found, None)
+                if chunk is None:
                     return
-                yield WeightsChunk(*found)
+                yield WeightsChunk(*chunk)
 
         return guarded()
 
-    def check_queries(self, layer: str, queries: np.ndarray) -> None:
+    def check_queries(self, question: RowsQuestion) -> None:
         """Refuse queries that the layer does not take: InvalidArgumentError, or NotFoundError."""
-        validation.query_tensor(queries, self.layer(layer).manifest)
+        query_tensor(self.layer(question.layer), question.queries)
 
-    def group_count(self, layer: str, group_by: str) -> int:
-        """How many groups a column makes."""
+    def group_count(self, layer: str, group_by: str | None) -> int:
+        """How many groups a column makes; 1 without."""
+        if group_by is None:
+            return 1
         return len(self.layer(layer).space.grouping(group_by).values)
 
     def examples(self, ids: Sequence[int | str]) -> list[bytes | str | None]:
@@ -465,67 +271,13 @@ class Index:
             self.damage = str(error)
             raise DataLossError(str(error)) from None
 
-    def _top_k_refusals(self, layer: Layer, ranking: Ranking, whole: bool) -> dict[str, str | None]:
-        """Why each strategy can't answer a top-k of all rows, or of some; None where it can."""
-        faiss = scan.faiss_applies(ranking, whole, self._device)
-        return {
-            "certified": scan.sketches_apply(layer, ranking, self._device),
-            "flat": faiss if self._use_faiss else "this process scans with torch alone",
-            "scan": None,
-        }
 
-
-def _hits(
-    layer: Layer,
-    queries: int,
-    ranking: Ranking,
-    positions: np.ndarray,
-    scores: np.ndarray,
-    selected: np.ndarray,
-    coverage: Coverage,
-    plan: Plan,
-) -> TopK:
-    """The answer to n queries: positions, int64 [n * groups, k], and scores, of selected rows."""
-    grouping, k = ranking.grouping, ranking.k
-    shape = (queries, k) if grouping is None else (queries, ranking.groups, k)
-    found = positions >= 0
-    counts = None
-    if ranking.distinct is not None:
-        counts = ranking.distinct.counts(positions, selected, grouping).reshape(shape)
-    ids = np.full(positions.shape, -1, np.int64)
-    ids[found] = layer.space.ids[positions[found]]
-    return TopK(
-        rows=ids.reshape(shape),
-        scores=scores.reshape(shape),
-        counts=counts,
-        groups=None if grouping is None else grouping.values,
-        columns=layer.space.take(positions.reshape(-1)),
-        coverage=coverage,
-        plan=plan,
-    )
-
-
-def _output(
-    parts: outputs.Parts,
-    grouping: Grouping | None,
-    counts: np.ndarray | None,
-    coverage: Coverage,
-    plan: Plan,
-) -> DualOutput:
-    return DualOutput(
-        values=parts.values.astype(np.float32),
-        initial=parts.initial.astype(np.float32),
-        trained=None if parts.trained is None else parts.trained.astype(np.float32),
-        residual=None if parts.residual is None else parts.residual.astype(np.float32),
-        groups=None if grouping is None else grouping.values,
-        counts=counts,
-        coverage=coverage,
-        plan=plan,
-    )
-
-
-def _coverage(layer: Layer, mask: np.ndarray) -> Coverage:
-    if mask is layer.space.everything:
-        return Coverage(layer.rows, layer.rows, layer.nonfinite)
-    rows = int(np.count_nonzero(mask))
-    return Coverage(rows, layer.space.total, rows - int(np.count_nonzero(mask & layer.finite)))
+def device_of(name: str) -> torch.device:
+    """The device of that name, or ValueError where it is none, or not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name not in ("cpu", "cuda"):
+        raise ValueError(f"device is {name!r}; it is one of auto, cpu, cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device is cuda, but torch finds no GPU; use auto or cpu")
+    return torch.device(name)

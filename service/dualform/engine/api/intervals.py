@@ -11,18 +11,35 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 import torch
 
 from dualform.engine.totals.coefficients import left_behind
-from dualform.store.ledger import Coefficients
+from dualform.store.ledger import Coefficients, Ledger
 
 if TYPE_CHECKING:
-    from dualform.engine.api.index import Index
     from dualform.engine.memory.layer import Layer
     from dualform.engine.memory.shards import Tile
+
+
+class HasStates(Protocol):
+    """An opened index, as far as intervals need it."""
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps."""
+
+    @property
+    def ledger(self) -> Ledger:
+        """What the optimizer did."""
+
+    def state(
+        self, layer: str, which: Literal["initial", "final", "rebuilt"] | int
+    ) -> dict[str, np.ndarray] | None:
+        """A layer's stored tensors."""
+
 
 DIRECTIONS = 32
 """With so many, the estimate is within a fifth of the norm most of the time, whatever D."""
@@ -67,7 +84,7 @@ class IntervalCheck:
     """
 
     def __init__(
-        self, index: Index, layer: Layer, *, final: bool, up_to: int, tolerance: float
+        self, index: HasStates, layer: Layer, *, final: bool, up_to: int, tolerance: float
     ) -> None:
         self._index, self._layer, self._tolerance = index, layer, tolerance
         own = layer.manifest

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
+from dualform.engine.memory.layer import Layer
 from dualform.engine.plan.plan import Plan
 
 
@@ -24,6 +25,14 @@ class Coverage:
     rows: int
     total: int
     nonfinite: int
+
+    @classmethod
+    def of(cls, layer: Layer, selected: np.ndarray) -> Coverage:
+        """Of an answer about the selected rows of a layer, bool [total]."""
+        if selected is layer.space.everything:
+            return cls(layer.rows, layer.rows, layer.nonfinite)
+        rows = int(np.count_nonzero(selected))
+        return cls(rows, layer.space.total, rows - int(np.count_nonzero(selected & layer.finite)))
 
 
 @dataclass(frozen=True)

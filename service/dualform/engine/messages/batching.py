@@ -7,17 +7,19 @@ within their bounds (docs/exactness.md), its own refusal where its queries are w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from dualform.engine.api.index import Index
+from dualform.engine.api.opened import refusals
 from dualform.engine.api.results import DualOutput, Sums, TopK
 from dualform.engine.errors import EngineError
 from dualform.engine.memory.shards import Stop
+from dualform.engine.messages.answers import check_size, response_of
 from dualform.engine.messages.limits import Limits
-from dualform.engine.messages.questions import QUESTIONS, Checked
+from dualform.questions import RowsQuestion, question_of
 
 
 def answer_together(
@@ -34,44 +36,52 @@ def answer_together(
     Returns:
         A response message or an EngineError for each.
     """
-    question = QUESTIONS[type(requests[0])]
     results: list[Any] = [None] * len(requests)
-    waiting: list[tuple[int, Checked]] = []
+    waiting: list[_Waiting] = []
     for place, request in enumerate(requests):
         try:
             # What is wrong with one request must not fail the others.
-            checked = question.check(index, request, limits)
-            index.check_queries(request.layer, checked.queries)
-            waiting.append((place, checked))
+            with refusals():
+                question: RowsQuestion = question_of(request)
+            size = check_size(index, question, limits)
+            index.check_queries(question)
+            waiting.append(_Waiting(place, question, size))
         except EngineError as error:
             results[place] = error.detached()
     while waiting:
-        count = _as_many_as_fit([checked for _, checked in waiting], limits)
+        count = _as_many_as_fit(waiting, limits)
         batch, waiting = waiting[:count], waiting[count:]
-        sizes = [len(checked.queries) for _, checked in batch]
-        whole = replace(
-            batch[0][1], queries=np.concatenate([checked.queries for _, checked in batch])
-        )
+        sizes = [len(own.question.queries) for own in batch]
+        first = batch[0].question
+        whole = np.concatenate([own.question.queries for own in batch])
         try:
-            found = question.ask(index, requests[0], whole, stop)
-            parts = [
-                _part(found, last - n, last)
+            found = index.ask(replace(first, queries=whole), stop)
+            answered = [
+                response_of(first, _part(found, last - n, last))
                 for n, last in zip(sizes, np.cumsum(sizes), strict=True)
             ]
-            answered = [question.respond(requests[0], part) for part in parts]
         except EngineError as error:
             answered = [error.detached()] * len(batch)
-        for (place, _), answer in zip(batch, answered, strict=True):
-            results[place] = answer
+        for own, answer in zip(batch, answered, strict=True):
+            results[own.place] = answer
     return results
 
 
-def _as_many_as_fit(waiting: Sequence[Checked], limits: Limits) -> int:
+@dataclass(frozen=True)
+class _Waiting:
+    """A question that waits to be asked: its place among the requests, and bytes per query."""
+
+    place: int
+    question: RowsQuestion
+    bytes_per_query: int
+
+
+def _as_many_as_fit(waiting: Sequence[_Waiting], limits: Limits) -> int:
     """How many of these make one question within the limits; at least one."""
     queries = size = 0
-    for count, checked in enumerate(waiting):
-        queries += len(checked.queries)
-        size += len(checked.queries) * checked.bytes_per_query
+    for count, own in enumerate(waiting):
+        queries += len(own.question.queries)
+        size += len(own.question.queries) * own.bytes_per_query
         if count and (queries > limits.max_queries or size > limits.max_message_bytes):
             return count
     return len(waiting)

@@ -7,9 +7,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from dualform.engine.api.index import Index
+from dualform.engine.api.opened import refusals
 from dualform.engine.errors import (
     CancelledError,
     DataLossError,
@@ -20,9 +21,21 @@ from dualform.engine.errors import (
     ResourceExhaustedError,
     ran_out_of_memory,
 )
-from dualform.engine.messages import answers
+from dualform.engine.messages import answers, responses
 from dualform.engine.messages.batching import answer_together
 from dualform.engine.messages.limits import Limits
+from dualform.questions import (
+    ExamplesQuestion,
+    ExplainQuestion,
+    IndexesQuestion,
+    IndexQuestion,
+    OutputQuestion,
+    Question,
+    StreamWeightsQuestion,
+    SumsQuestion,
+    TopKQuestion,
+    question_of,
+)
 from dualform.store.errors import DamagedError, StoreError, VersionError
 from dualform.store.errors import NotFoundError as StoreNotFoundError
 from dualform.v1 import attribution_pb2 as pb
@@ -30,17 +43,10 @@ from dualform.v1 import attribution_pb2 as pb
 __all__ = ["Catalog", "Limits"]
 
 Stop = Callable[[], bool]
+_Answer: TypeAlias = Callable[[Any, Any, Stop | None], Any]
 
 _LOG = logging.getLogger("dualform.engine")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
-# Questions to one index, each answered by a function of its own.
-_QUESTIONS: dict[type[Any], Callable[[Index, Any, Limits, Stop | None], Any]] = {
-    pb.TopKRequest: answers.about_rows,
-    pb.SumsRequest: answers.about_rows,
-    pb.DualOutputRequest: answers.about_rows,
-    pb.ExplainRequest: answers.explain,
-    pb.GetExamplesRequest: answers.examples,
-}
 
 
 class Catalog:
@@ -102,10 +108,10 @@ class Catalog:
             _LOG.debug("checking the files of index %s ended: %s", name, error)
 
     def answer(self, request: Any, stop: Stop | None = None) -> Any:
-        """Answer one request message of `dualform.v1.AttributionService`.
+        """Answer a question, or a request message of `dualform.v1.AttributionService`.
 
         Args:
-            request: Any of the service's request messages.
+            request: Any of them but those whose answers come in parts.
             stop: Returns True once nobody waits for the answer; asked between tiles.
 
         Returns:
@@ -115,15 +121,8 @@ class Catalog:
             EngineError: The subclass says which gRPC code it is.
             TypeError: Not a request of this service.
         """
-        if isinstance(request, pb.ListIndexesRequest):
-            return self._list_indexes()
-        if isinstance(request, pb.GetIndexRequest):
-            return self._get_index(request.index)
-        question = _QUESTIONS.get(type(request))
-        if question is None:
-            raise TypeError(f"{type(request).__name__} is no request of AttributionService")
-        with _store_errors_translated():
-            response = question(self._open_index(request.index), request, self.limits, stop)
+        with _errors_translated():
+            response = self._answered(request, stop)
         self.limits.check_answer(response.ByteSize(), "ask for less at a time")
         return response
 
@@ -140,12 +139,12 @@ class Catalog:
         Raises:
             EngineError: What is wrong with all of them.
         """
-        with _store_errors_translated():
+        with _errors_translated():
             index = self._open_index(requests[0].index)
             return answer_together(index, requests, self.limits, stop)
 
     def stream(self, request: Any, stop: Stop | None = None) -> Iterator[Any]:
-        """Answer a request whose answer comes in parts: a StreamWeightsRequest.
+        """Answer a request whose answer comes in parts: a StreamWeightsQuestion or its message.
 
         Args:
             request: What is checked before this returns.
@@ -157,14 +156,12 @@ class Catalog:
         Raises:
             EngineError: The subclass says which gRPC code it is.
         """
-        with _store_errors_translated():
-            parts = answers.stream_weights(
-                self._open_index(request.index), request, self.limits, stop
-            )
+        with _errors_translated():
+            parts = self._answered(request, stop)
 
         def translated() -> Iterator[Any]:
             while True:
-                with _store_errors_translated():
+                with _errors_translated():
                     part = next(parts, None)
                 if part is None:
                     return
@@ -178,7 +175,11 @@ class Catalog:
             if entry.index is not None:
                 entry.index.close()
 
-    def _list_indexes(self) -> pb.ListIndexesResponse:
+    def _answered(self, request: Any, stop: Stop | None) -> Any:
+        question = request if isinstance(request, Question) else question_of(request)
+        return _ANSWERS[type(question)](self, question, stop)
+
+    def _list_indexes(self, question: IndexesQuestion, stop: Stop | None) -> pb.ListIndexesResponse:
         return pb.ListIndexesResponse(
             indexes=[
                 pb.IndexSummary(name=name, health=entry.health, health_reason=entry.damage or "")
@@ -187,14 +188,14 @@ class Catalog:
             limits=self._limits_message(),
         )
 
-    def _get_index(self, name: str) -> pb.GetIndexResponse:
-        name, entry = self._find(name)
+    def _get_index(self, question: IndexQuestion, stop: Stop | None) -> pb.GetIndexResponse:
+        name, entry = self._find(question.index or "")
         info = pb.IndexInfo(name=name, health=entry.health, health_reason=entry.damage or "")
         index = entry.index
         if index is not None:
             info.steps = index.steps
             info.optimizer = index.optimizer
-            info.layers.extend(answers.layer_info(layer) for layer in index.layers.values())
+            info.layers.extend(responses.layer_info(layer) for layer in index.layers.values())
         return pb.GetIndexResponse(index=info, limits=self._limits_message())
 
     def _limits_message(self) -> pb.Limits:
@@ -232,6 +233,27 @@ class Catalog:
         return entry.index
 
 
+def _of_one_index(answer: Callable[[Index, Any, Limits, Stop | None], Any]) -> _Answer:
+    def answered(catalog: Catalog, question: Any, stop: Stop | None) -> Any:
+        index = catalog._open_index(question.index or "")
+        return answer(index, question, catalog.limits, stop)
+
+    return answered
+
+
+# How each kind of question is answered.
+_ANSWERS: dict[type[Question], _Answer] = {
+    IndexesQuestion: Catalog._list_indexes,
+    IndexQuestion: Catalog._get_index,
+    TopKQuestion: _of_one_index(answers.about_rows),
+    SumsQuestion: _of_one_index(answers.about_rows),
+    OutputQuestion: _of_one_index(answers.about_rows),
+    ExplainQuestion: _of_one_index(answers.explain),
+    StreamWeightsQuestion: _of_one_index(answers.stream_weights),
+    ExamplesQuestion: _of_one_index(answers.examples),
+}
+
+
 class _Entry:
     """One name: an open index, or why there is none."""
 
@@ -252,7 +274,7 @@ class _Entry:
 
 def _open(name: str, path: Path, device: str, use_faiss: bool) -> _Entry:
     try:
-        with _store_errors_translated():
+        with _errors_translated():
             return _Entry(Index.open(path, device=device, use_faiss=use_faiss), None)
     except EngineError as error:
         return _Entry(None, error.detached())
@@ -265,9 +287,10 @@ def _open(name: str, path: Path, device: str, use_faiss: bool) -> _Entry:
 
 
 @contextmanager
-def _store_errors_translated() -> Iterator[None]:
+def _errors_translated() -> Iterator[None]:
     try:
-        yield
+        with refusals():
+            yield
     except DamagedError as error:
         raise DataLossError(str(error)) from error
     except VersionError as error:

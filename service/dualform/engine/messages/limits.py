@@ -36,6 +36,24 @@ class Limits:
     def max_message_bytes(self) -> int:
         return self.max_message_mib * _MIB
 
+    def check_k(self, k: int) -> None:
+        """Refuse more rows per query than are returned."""
+        if k > self.max_k:
+            raise ResourceExhaustedError(
+                f"k is {k:,}; at most {self.max_k:,} rows are returned per query: "
+                "ask for fewer, or use sums for totals over all rows",
+                field="k",
+            )
+
+    def check_queries(self, n: int) -> None:
+        """Refuse more queries than one request may hold."""
+        if n > self.max_queries:
+            raise ResourceExhaustedError(
+                f"{n:,} queries in one request; at most {self.max_queries:,} are answered: "
+                "send them in smaller batches",
+                field="queries",
+            )
+
     def check_answer(self, size: int, remedy: str) -> None:
         """Refuse an answer of `size` bytes that no message can hold.
 

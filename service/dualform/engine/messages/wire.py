@@ -1,7 +1,6 @@
-"""Between the wire and numpy or Arrow: tensors, metadata columns and literals, checked before use.
+"""Arrays, metadata columns and ids to the wire's messages; how large a filter may be.
 
-A tensor's shape and bytes come from whoever sent the request, so every size is checked as a Python
-integer before anything is allocated from it.
+Requests are read by `dualform.questions`.
 """
 
 from __future__ import annotations
@@ -35,54 +34,14 @@ COLUMN_BYTES = {
 }
 
 
-def decode_queries(tensor: pb.Tensor, max_queries: int) -> npt.NDArray[np.float32]:
-    """The queries of a request.
-
-    Args:
-        tensor: As sent.
-        max_queries: Largest batch that is answered.
-
-    Returns:
-        float32 [n, d], contiguous and writable, n >= 1. Values are not looked at.
-
-    Raises:
-        InvalidArgumentError: Not float32, not [n, d], empty, or bytes that do not fit the shape.
-        ResourceExhaustedError: More than `max_queries`.
-    """
-    if tensor.dtype != pb.DATA_TYPE_FLOAT32:
-        raise _queries_error(f"are {_dtype_name(tensor.dtype)}; send float32")
-    shape = tuple(tensor.shape)
-    if len(shape) != 2:
-        given = list(shape) if len(shape) <= 8 else f"{len(shape)} dimensions"
-        raise _queries_error(f"have shape {given}; send [n, d_in], a single query as [1, d_in]")
-    n, d = shape
-    if n < 0 or d < 1:
-        raise _queries_error(f"have shape [{n}, {d}]; send [n, d_in] with n and d_in at least 1")
-    if n == 0:
-        raise _queries_error("are an empty batch; send at least one query")
-    data = tensor.data
-    if len(data) != n * d * 4:
-        raise _queries_error(
-            f"of shape [{n}, {d}] need {n * d * 4:,} bytes, not {len(data):,}; "
-            "send float32 little-endian, row-major"
-        )
-    if n > max_queries:
-        raise ResourceExhaustedError(
-            f"{n:,} queries in one request; at most {max_queries:,} are answered: "
-            "send them in smaller batches",
-            field="queries",
-        )
-    return np.frombuffer(data, dtype="<f4").reshape(n, d).astype(np.float32)
-
-
-def check_filter(where: pb.Filter) -> None:
+def check_filter(where: pb.Filter | None) -> None:
     """Bound a filter's size. What it means is the filter evaluation's business.
 
     Raises:
         InvalidArgumentError: Nested too deep.
         ResourceExhaustedError: Too many parts or literals.
     """
-    stack = [(where, 1)]
+    stack = [] if where is None else [(where, 1)]
     parts = values = 0
     while stack:
         node, depth = stack.pop()
@@ -115,21 +74,9 @@ def check_filter(where: pb.Filter) -> None:
             )
 
 
-def decode_id(value: pb.Value) -> int | str:
-    """An example id.
-
-    Raises:
-        InvalidArgumentError: Neither an integer nor a string.
-    """
-    kind = value.WhichOneof("kind")
-    if kind == "int64_value":
-        return int(value.int64_value)
-    if kind == "string_value":
-        return str(value.string_value)
-    given = "null" if kind is None else kind.removesuffix("_value")
-    raise InvalidArgumentError(
-        f"an id is {given}; example ids are int64 or string", field="ids", reason="WRONG_TYPE"
-    )
+def encode_id(own: int | str) -> pb.Value:
+    """An example id."""
+    return pb.Value(string_value=own) if isinstance(own, str) else pb.Value(int64_value=own)
 
 
 def encode_tensor(array: npt.NDArray[Any]) -> pb.Tensor:
@@ -202,14 +149,3 @@ def _string_codes(array: pa.Array) -> tuple[npt.NDArray[np.int64], list[str]]:
     place = np.cumsum(used) - 1
     compact = np.where(codes >= 0, place[codes] if len(place) else 0, 0)
     return compact, array.dictionary.filter(pa.array(used)).to_pylist()
-
-
-def _dtype_name(dtype: int) -> str:
-    try:
-        return pb.DataType.Name(dtype).removeprefix("DATA_TYPE_").lower()
-    except ValueError:
-        return f"of unknown data type {dtype}"
-
-
-def _queries_error(what: str) -> InvalidArgumentError:
-    return InvalidArgumentError(f"queries {what}", field="queries", reason="BAD_QUERIES")

@@ -65,11 +65,6 @@ def pruning_pays(kept: int, rows: int, width: int, queries: int, faiss: bool) ->
     return left_seconds(kept, width, queries) < whole(rows * width, queries)
 
 
-def joined_seconds(rows: int, queries: int) -> float:
-    """To look for the best rows among the products that another answer's scan makes anyway."""
-    return _PAIR * rows * queries
-
-
 def top_k_seconds(
     layer: Layer, hits: int, queries: int, rows: int, kept: float
 ) -> dict[str, float]:

@@ -7,12 +7,11 @@ remembered from earlier questions. docs/decisions/0010-planner.md has the measur
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Mapping
 
 from dualform.engine.memory.layer import Layer
-from dualform.engine.plan.costs import PRUNED_QUERIES, joined_seconds, top_k_seconds
+from dualform.engine.plan.costs import PRUNED_QUERIES, top_k_seconds
 from dualform.engine.plan.plan import Plan, check_strategy, chosen
 
 _EXPECTED_KEPT = 0.02
@@ -64,16 +63,6 @@ class Planner:
             else f"no certified pruning: {refused['certified']}"
         )
         return chosen(strategy, costs, reason)
-
-    def joins(self, plan: Plan, queries: int, rows: int) -> bool:
-        """Whether a top-k is cheaper from the tiles of a scan that another answer needs anyway than
-        by sketches.
-
-        Args:
-            plan: The top-k's, by itself.
-            queries, rows: As for `top_k`.
-        """
-        return joined_seconds(rows, queries) * self._pace <= plan.costs.get("certified", math.inf)
 
     def learn(
         self, layer: Layer, order: str, hits: int, queries: int, plan: Plan, kept: float | None,

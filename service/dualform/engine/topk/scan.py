@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from dualform.engine.memory.layer import Layer
-from dualform.engine.memory.shards import Shard, Stop, Tile, as_slice, check_stop, tile_rows
+from dualform.engine.memory.shards import Shard, Stop, as_slice, check_stop, tile_rows
 from dualform.engine.memory.sketch import SketchedQueries, best_rows
 from dualform.engine.memory.weights import needs_float64, tile_weights
 from dualform.engine.plan.costs import PRUNED_QUERIES, pruning_pays
@@ -293,36 +293,3 @@ def _positions(where: slice | np.ndarray, which: np.ndarray) -> np.ndarray:
     """Those of some of the rows, bool [rows], ascending."""
     rows = np.flatnonzero(which)
     return rows + where.start if isinstance(where, slice) else where[rows]
-
-
-class RankedRows:
-    """Keeps the best rows of tiles that are multiplied for something else too: a reducer.
-
-    Args:
-        layer: Whose rows.
-        queries: float32 [n, d_in], finite.
-        ranking: What is ranked, by attention weight.
-        device: Where the weights are.
-    """
-
-    values = False
-
-    def __init__(
-        self, layer: Layer, queries: torch.Tensor, ranking: Ranking, device: torch.device
-    ) -> None:
-        self._best = Candidates(layer, queries, ranking)
-        self._order = ranking.order
-        self._errors = torch.from_numpy(self._best.error)[:, None].to(device)
-        self._finite = None if layer.nonfinite == 0 else layer.finite
-
-    def update(self, tile: Tile, weights: torch.Tensor) -> None:
-        """Take a tile and its weights, [n, rows]."""
-        if self._finite is not None:
-            # NaN is never ranked.
-            finite = torch.from_numpy(self._finite[tile.positions]).to(weights.device)
-            weights = torch.where(finite, weights, torch.nan)
-        self._best.add_tile(merit(weights, self._order), self._errors, tile.positions, None)
-
-    def result(self) -> tuple[np.ndarray, np.ndarray]:
-        """Positions, int64 [n * groups, k], and exact scores, float32; padded with -1 and NaN."""
-        return self._best.result()

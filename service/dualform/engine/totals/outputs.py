@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
@@ -33,12 +32,10 @@ from dualform.store.grouping import Grouping
 from dualform.store.index import IndexLayer
 from dualform.store.ledger import Ledger
 
-Strategy = Literal["auto", "rebuilt", "scan"]
-
 
 @dataclass(frozen=True)
-class Question:
-    """One dual output to compute.
+class PreparedOutput:
+    """A question for one layer's dual output, its columns and filter looked up.
 
     Attributes:
         queries: float32 [n, d_in], finite.
@@ -56,7 +53,7 @@ class Question:
     grouping: Grouping | None
     selected: np.ndarray
     filtered: bool
-    strategy: Strategy
+    strategy: str
 
 
 @dataclass(frozen=True)
@@ -77,7 +74,7 @@ class Parts:
     residual: np.ndarray | None
 
 
-def why_not_rebuilt(layer: IndexLayer, question: Question) -> str | None:
+def why_not_rebuilt(layer: IndexLayer, question: PreparedOutput) -> str | None:
     """Why the stored sum of all rows can't answer; None where it can."""
     if question.at_step is not None:
         return "it holds the trained layer's coefficients, not those at a step"
@@ -86,7 +83,7 @@ def why_not_rebuilt(layer: IndexLayer, question: Question) -> str | None:
     return None if layer.rebuilt is not None else f"the index has none for layer {layer.name!r}"
 
 
-def plan(layer: Layer, question: Question, rows: int) -> Plan:
+def plan(layer: Layer, question: PreparedOutput, rows: int) -> Plan:
     """How the output is found, of so many rows.
 
     Raises:
@@ -121,7 +118,7 @@ class DualOutputs:
     def answer(
         self,
         layer: Layer,
-        question: Question,
+        question: PreparedOutput,
         stop: Stop | None,
         also: Sequence[Reducer] = (),
     ) -> Parts:
@@ -163,7 +160,7 @@ class DualOutputs:
         residual = None if whole is None else whole - initial - rows.sum(axis=1)
         return Parts(values, initial, self._trained(own, question), residual)
 
-    def _rebuilt(self, layer: IndexLayer, question: Question) -> FileEntry | None:
+    def _rebuilt(self, layer: IndexLayer, question: PreparedOutput) -> FileEntry | None:
         """The stored sum of the layer's rows, where it is what answers."""
         why_not = why_not_rebuilt(layer, question)
         return layer.rebuilt if why_not is None and question.strategy != "scan" else None
@@ -175,7 +172,7 @@ class DualOutputs:
             self._left[layer.name] = whole.without_rows()
         return self._left[layer.name]
 
-    def _trained(self, layer: IndexLayer, question: Question) -> np.ndarray | None:
+    def _trained(self, layer: IndexLayer, question: PreparedOutput) -> np.ndarray | None:
         if question.at_step is not None or layer.final is None:
             return None
         return plain_output(layer, self._states.read(layer.final), question.queries)
@@ -183,7 +180,7 @@ class DualOutputs:
     def _rows(
         self,
         layer: Layer,
-        question: Question,
+        question: PreparedOutput,
         coefficients: LayerCoefficients,
         grouping: Grouping | None,
         selected: np.ndarray,

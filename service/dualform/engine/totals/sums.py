@@ -9,7 +9,6 @@ where the index knows which these are.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 import torch
@@ -22,8 +21,6 @@ from dualform.engine.plan.plan import Plan, check_strategy, chosen
 from dualform.engine.rows.groups import runs
 from dualform.engine.totals.distinct_keys import DistinctSum, Pairs, first_rows
 from dualform.store.grouping import Grouping
-
-Strategy = Literal["auto", "key_sums", "distinct_keys", "scan"]
 
 
 class GroupSum:
@@ -72,8 +69,8 @@ class GroupSum:
 
 
 @dataclass(frozen=True)
-class Question:
-    """Sums to compute.
+class PreparedSums:
+    """A question for sums over one layer, its columns and filter looked up.
 
     Attributes:
         queries: float32 [n, d_in], finite.
@@ -90,24 +87,24 @@ class Question:
     selected: np.ndarray
 
 
-def whole_runs(layer: Layer, question: Question) -> np.ndarray:
+def whole_runs(layer: Layer, prepared: PreparedSums) -> np.ndarray:
     """The runs whose stored key sums can stand for their rows, bool [runs]."""
-    selected, starts = question.selected, layer.space.run_starts
-    signless = layer.nonnegative and bool((question.queries >= 0).all())
-    if layer.run_sums is None or (question.absolute and not signless):
+    selected, starts = prepared.selected, layer.space.run_starts
+    signless = layer.nonnegative and bool((prepared.queries >= 0).all())
+    if layer.run_sums is None or (prepared.absolute and not signless):
         return np.zeros(len(starts), bool)
-    whole = question.run_codes >= 0
+    whole = prepared.run_codes >= 0
     if selected is not layer.space.everything:
         whole &= np.logical_and.reduceat(selected, starts)
     return whole
 
 
-def left_to_scan(layer: Layer, question: Question, summed: np.ndarray) -> np.ndarray:
+def left_to_scan(layer: Layer, prepared: PreparedSums, summed: np.ndarray) -> np.ndarray:
     """The selected rows, bool [total], that are in none of the summed runs, bool [runs]."""
     if not summed.any():
-        return question.selected
+        return prepared.selected
     lengths = np.diff(layer.space.run_starts, append=layer.rows)
-    return np.asarray(question.selected & ~np.repeat(summed, lengths))
+    return np.asarray(prepared.selected & ~np.repeat(summed, lengths))
 
 
 @dataclass(frozen=True)
@@ -128,17 +125,17 @@ class Way:
     standing: np.ndarray | None
 
 
-def plan(layer: Layer, question: Question, strategy: str) -> Way:
+def plan(layer: Layer, prepared: PreparedSums, strategy: str) -> Way:
     """How to compute sums.
 
     Raises:
         InvalidArgumentError: The strategy is unknown, or does not apply.
     """
-    whole = whole_runs(layer, question)
-    rest = None if whole.all() else left_to_scan(layer, question, whole)
+    whole = whole_runs(layer, prepared)
+    rest = None if whole.all() else left_to_scan(layer, prepared, whole)
     rows = 0 if rest is None else int(np.count_nonzero(rest))
     refused = {
-        "key_sums": _no_key_sums(layer, question, whole, rows),
+        "key_sums": _no_key_sums(layer, prepared, whole, rows),
         "distinct_keys": None,
         "scan": None,
     }
@@ -148,7 +145,7 @@ def plan(layer: Layer, question: Question, strategy: str) -> Way:
             "come again, or it was built before this was looked for"
         )
     check_strategy(strategy, refused)
-    queries, all_rows = len(question.queries), int(np.count_nonzero(question.selected))
+    queries, all_rows = len(prepared.queries), int(np.count_nonzero(prepared.selected))
     if refused["key_sums"] is None and strategy in ("auto", "key_sums"):
         costs = {
             "key_sums": key_sums_seconds(layer, queries, int(np.count_nonzero(whole))),
@@ -157,7 +154,7 @@ def plan(layer: Layer, question: Question, strategy: str) -> Way:
         reason = "every row is in a run whose key sum stands for it"
         return Way(Plan("key_sums", reason, costs), whole, None, None)
     if strategy != "auto":
-        whole, rest, rows = np.zeros_like(whole), question.selected, all_rows
+        whole, rest, rows = np.zeros_like(whole), prepared.selected, all_rows
     assert rest is not None
     beside = 0.0
     if whole.any():
@@ -182,25 +179,25 @@ def plan(layer: Layer, question: Question, strategy: str) -> Way:
     return Way(own, whole, rest, standing)
 
 
-def _no_key_sums(layer: Layer, question: Question, whole: np.ndarray, rows: int) -> str | None:
+def _no_key_sums(layer: Layer, prepared: PreparedSums, whole: np.ndarray, rows: int) -> str | None:
     """Why key sums of whole runs, bool [runs], can't answer alone where so many rows are left."""
     if rows == 0:
         return None
     if layer.run_sums is None:
         return f"layer {layer.name!r} has no key sums"
-    if question.absolute and not whole.any():
+    if prepared.absolute and not whole.any():
         return "absolute weights are no product with a key sum"
     return f"{rows:,} rows are in no run whose key sum can stand for them"
 
 
 def total_weights(
-    layer: Layer, question: Question, way: Way, device: torch.device, stop: Stop | None
+    layer: Layer, prepared: PreparedSums, way: Way, device: torch.device, stop: Stop | None
 ) -> np.ndarray:
     """Total attention weights.
 
     Args:
         layer: Whose rows.
-        question: What is asked.
+        prepared: What is asked.
         way: How, by `plan`.
         device: Where tiles are multiplied.
         stop: Asked between tiles.
@@ -208,12 +205,12 @@ def total_weights(
     Returns:
         float64 [n, groups].
     """
-    queries, grouping = question.queries, question.grouping
-    total = GroupSum(len(queries), grouping, question.absolute, device)
+    queries, grouping = prepared.queries, prepared.grouping
+    total = GroupSum(len(queries), grouping, prepared.absolute, device)
     if way.summed.any():
         assert layer.run_sums is not None
         weights = queries.double().numpy() @ layer.run_sums[way.summed].T
-        total.add_runs(question.run_codes[way.summed], weights)
+        total.add_runs(prepared.run_codes[way.summed], weights)
     if way.rest is None:
         return total.result()
     if way.standing is None:
@@ -221,7 +218,7 @@ def total_weights(
         return total.result()
     assert layer.first_equal is not None
     pairs = Pairs.count(layer.first_equal, way.rest, grouping)
-    distinct = DistinctSum(len(queries), grouping, pairs, question.absolute, device)
+    distinct = DistinctSum(len(queries), grouping, pairs, prepared.absolute, device)
     fold(layer, queries, way.standing, [distinct], device, stop)
     totals = total.result()
     totals += distinct.result()

@@ -1,0 +1,84 @@
+"""What the answers of an opened index share, and the checks that need a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from dualform.engine.errors import FailedPreconditionError, InvalidArgumentError
+from dualform.engine.memory.layer import Layer
+from dualform.engine.plan.planner import Planner
+from dualform.engine.totals.outputs import DualOutputs
+from dualform.questions import QuestionError
+from dualform.store.ledger import Ledger
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What an opened index answers with, beside the layer that is asked about.
+
+    Attributes:
+        ledger: What the optimizer did.
+        outputs: Gives dual outputs.
+        planner: Chooses strategies, and remembers how they went.
+        device: Where tiles are multiplied.
+        use_faiss: Whether FAISS may propose rows.
+    """
+
+    ledger: Ledger
+    outputs: DualOutputs
+    planner: Planner
+    device: torch.device
+    use_faiss: bool
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Make the engine's error of what is wrong with a question; a decorator too."""
+    try:
+        yield
+    except QuestionError as error:
+        raise InvalidArgumentError(str(error), field=error.field, reason=error.reason) from None
+
+
+def query_tensor(layer: Layer, queries: np.ndarray) -> torch.Tensor:
+    """A question's queries as a tensor of their own, once the layer takes such."""
+    if queries.shape[1] != layer.d_in:
+        raise InvalidArgumentError(
+            f"queries have shape {list(queries.shape)}; layer {layer.name!r} takes "
+            f"[n, {layer.d_in}]",
+            field="queries",
+        )
+    return torch.from_numpy(np.array(queries, dtype=np.float32, order="C"))
+
+
+def last_step(layer: Layer, ledger: Ledger, at_step: int | None) -> int:
+    """The number of steps that an output is about, once the layer is exact up to there."""
+    steps = ledger.steps
+    end = steps if at_step is None else at_step
+    if not 0 <= end <= steps:
+        raise InvalidArgumentError(
+            f"at_step is {at_step}; training had {steps} steps, so it is one of 0 to {steps}",
+            field="at_step",
+        )
+    if not layer.manifest.values:
+        raise FailedPreconditionError(
+            f"layer {layer.name!r} was recorded or indexed without values, so it has "
+            "no dual output; record with values=True and build with --values",
+            field="layer",
+            reason="NO_VALUES",
+        )
+    for mark in layer.manifest.inexact:
+        if mark.from_step < end:
+            raise FailedPreconditionError(
+                f"the dual output of layer {layer.name!r} is not exact from step "
+                f"{mark.from_step} on: {mark.reason}; ask with at_step <= {mark.from_step}, or "
+                "for weights (top-k, sums), which stay exact",
+                field="layer",
+                reason="INEXACT",
+            )
+    return end

@@ -1,0 +1,95 @@
+"""The answer to a TopKQuestion: what is ranked, by which strategy, and the rows found."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from dualform.engine.api.opened import Opened, last_step, query_tensor
+from dualform.engine.api.results import Coverage, TopK
+from dualform.engine.errors import InvalidArgumentError
+from dualform.engine.memory.layer import Layer
+from dualform.engine.memory.shards import Stop
+from dualform.engine.topk import scan
+from dualform.engine.topk.candidates import Ranking
+from dualform.engine.topk.contribution import Contribution
+from dualform.engine.topk.distinct import Distinct
+from dualform.engine.totals.coefficients import layer_coefficients
+from dualform.questions import TopKQuestion
+
+
+def top_k(opened: Opened, layer: Layer, question: TopKQuestion, stop: Stop | None) -> TopK:
+    """The best rows of one layer.
+
+    Args:
+        opened: The index.
+        layer: Whose memory.
+        question: What is asked.
+        stop: Asked between tiles.
+    """
+    queries = query_tensor(layer, question.queries)
+    ranking, end = _ranking(opened, layer, question)
+    selected = layer.space.select(question.where, before_step=end)
+    whole = selected is layer.space.everything
+    faiss = "this process scans with torch alone"
+    refused = {
+        "certified": scan.sketches_apply(layer, ranking, opened.device),
+        "flat": scan.faiss_applies(ranking, whole, opened.device) if opened.use_faiss else faiss,
+        "scan": None,
+    }
+    coverage = Coverage.of(layer, selected)
+    about = (layer, ranking.order, ranking.hits, len(queries))
+    plan = opened.planner.top_k(*about, coverage.rows, refused, question.strategy)
+    search = scan.Scan(
+        layer, queries, ranking, opened.device, plan.strategy, refused["flat"] is None, stop
+    )
+    begin = time.perf_counter()
+    positions, scores = search.run(selected & layer.finite)
+    kept = search.kept / search.asked if search.asked else None
+    opened.planner.learn(*about, plan, kept, time.perf_counter() - begin)
+    grouping = ranking.grouping
+    shape: tuple[int, ...] = (len(queries), ranking.k)
+    if grouping is not None:
+        shape = (len(queries), ranking.groups, ranking.k)
+    counts = None
+    if ranking.distinct is not None:
+        counts = ranking.distinct.counts(positions, selected, grouping).reshape(shape)
+    return TopK(
+        rows=_ids(layer, positions).reshape(shape),
+        scores=scores.reshape(shape),
+        counts=counts,
+        groups=None if grouping is None else grouping.values,
+        columns=layer.space.take(positions.reshape(-1)),
+        coverage=coverage,
+        plan=plan,
+    )
+
+
+def _ranking(opened: Opened, layer: Layer, question: TopKQuestion) -> tuple[Ranking, int | None]:
+    """What is ranked, and the step before which rows take part."""
+    contribution, end = None, None
+    if question.rank_by == "contribution":
+        unit = question.unit
+        if unit is None or not 0 <= unit < layer.d_out:
+            raise InvalidArgumentError(
+                f"unit is {unit}; rank_by='contribution' needs the unit= that rows contributed to: "
+                f"one of layer {layer.name!r}'s output units 0 to {layer.d_out - 1}",
+                field="unit",
+            )
+        end = last_step(layer, opened.ledger, question.at_step)
+        contribution = Contribution(layer_coefficients(opened.ledger, layer.manifest, end), unit)
+    grouping = distinct = None
+    if question.group_by is not None:
+        grouping = layer.space.grouping(question.group_by)
+    if question.distinct is not None:
+        distinct = Distinct.of(layer.space.grouping(question.distinct, "distinct"))
+    return Ranking(question.k, question.order, grouping, contribution, distinct), end
+
+
+def _ids(layer: Layer, positions: np.ndarray) -> np.ndarray:
+    """The ids of rows at these positions, -1 where there is none."""
+    found = positions >= 0
+    ids = np.full(positions.shape, -1, np.int64)
+    ids[found] = layer.space.ids[positions[found]]
+    return ids

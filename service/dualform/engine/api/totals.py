@@ -1,0 +1,121 @@
+"""The answers to SumsQuestion and OutputQuestion: groups and filters looked up, totals computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dualform.engine.api.opened import Opened, last_step, query_tensor
+from dualform.engine.api.results import Coverage, DualOutput, Sums
+from dualform.engine.memory.layer import Layer
+from dualform.engine.memory.shards import Stop
+from dualform.engine.plan.plan import Plan
+from dualform.engine.rows.bins import binned
+from dualform.engine.totals import outputs
+from dualform.engine.totals import sums as totals
+from dualform.engine.totals.outputs import PreparedOutput
+from dualform.engine.totals.sums import PreparedSums
+from dualform.questions import OutputQuestion, SumsQuestion
+
+
+@dataclass(frozen=True)
+class CountedSums:
+    """Sums to compute, with the rows per group.
+
+    Attributes:
+        prepared: The sums.
+        counts: int64 [groups].
+    """
+
+    prepared: PreparedSums
+    counts: np.ndarray
+
+
+def sums(opened: Opened, layer: Layer, question: SumsQuestion, stop: Stop | None) -> Sums:
+    """Total attention weight per group.
+
+    A key that is not finite makes its group's total NaN: nothing is left out silently.
+    """
+    counted = prepare_sums(layer, question)
+    way = totals.plan(layer, counted.prepared, question.strategy)
+    found = totals.total_weights(layer, counted.prepared, way, opened.device, stop)
+    return sums_result(layer, counted, found, way.plan)
+
+
+def prepare_sums(layer: Layer, question: SumsQuestion) -> CountedSums:
+    """A question for sums, its column, edges and filter looked up."""
+    queries, column = query_tensor(layer, question.queries), question.group_by
+    grouping = layer.space.grouping(column)
+    selected = layer.space.select(question.where)
+    if question.bins is None:
+        runs, counts = layer.space.run_codes(column), layer.space.count(column, selected)
+    else:
+        grouping = binned(column, layer.space.columns[column], question.bins)
+        selected = selected & (grouping.codes >= 0)
+        runs = layer.space.codes_of_runs(grouping)
+        groups = len(question.bins) - 1
+        counts = np.bincount(grouping.codes[selected], minlength=groups).astype(np.int64)
+    prepared = PreparedSums(queries, grouping, runs, question.absolute, selected)
+    return CountedSums(prepared, counts)
+
+
+def sums_result(layer: Layer, counted: CountedSums, found: np.ndarray, plan: Plan) -> Sums:
+    """The answer, of totals float64 [n, groups]."""
+    prepared = counted.prepared
+    coverage = Coverage.of(layer, prepared.selected)
+    return Sums(prepared.grouping.values, found, counted.counts, coverage, plan)
+
+
+def dual_output(
+    opened: Opened, layer: Layer, question: OutputQuestion, stop: Stop | None
+) -> DualOutput:
+    """The layer's output as initial part plus the sum of the rows' contributions.
+
+    Eq. dual_linear of Irie et al. (2022), with the coefficients that the optimizer's settings
+    imply: a row of step t adds (c_t x_t.x + c'_t) e_t, primes for the bias. Of all rows together,
+    what those before the last stored state j <= at_step add comes in one product with it, and for
+    the trained layer what all of them add in one product with the weight that they were added up
+    to (docs/decisions, 7 and 8); everything else is a scan.
+    """
+    prepared = prepare_output(opened, layer, question)
+    plan = outputs.plan(layer, prepared, Coverage.of(layer, prepared.selected).rows)
+    found = opened.outputs.answer(layer, prepared, stop)
+    return output_result(layer, question, prepared, found, plan)
+
+
+def prepare_output(opened: Opened, layer: Layer, question: OutputQuestion) -> PreparedOutput:
+    """A question for an output, its step, column and filter looked up."""
+    queries, column = query_tensor(layer, question.queries), question.group_by
+    end = last_step(layer, opened.ledger, question.at_step)
+    before = None if question.at_step is None else end
+    return PreparedOutput(
+        queries=queries,
+        at_step=question.at_step,
+        end=end,
+        grouping=None if column is None else layer.space.grouping(column),
+        selected=layer.space.select(question.where, before_step=before),
+        filtered=question.where is not None,
+        strategy=question.strategy,
+    )
+
+
+def output_result(
+    layer: Layer,
+    question: OutputQuestion,
+    prepared: PreparedOutput,
+    found: outputs.Parts,
+    plan: Plan,
+) -> DualOutput:
+    """The answer, of its parts."""
+    grouping, column = prepared.grouping, question.group_by
+    return DualOutput(
+        values=found.values.astype(np.float32),
+        initial=found.initial.astype(np.float32),
+        trained=None if found.trained is None else found.trained.astype(np.float32),
+        residual=None if found.residual is None else found.residual.astype(np.float32),
+        groups=None if grouping is None else grouping.values,
+        counts=None if column is None else layer.space.count(column, prepared.selected),
+        coverage=Coverage.of(layer, prepared.selected),
+        plan=plan,
+    )

@@ -1,0 +1,128 @@
+"""What the engine found, as response messages."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+
+from dualform.engine.api.results import Coverage, DualOutput, Explanation, Sums, TopK, WeightsChunk
+from dualform.engine.memory.layer import Layer
+from dualform.engine.messages import wire
+from dualform.engine.plan.plan import Plan
+from dualform.questions import ExplainQuestion, OutputQuestion, SumsQuestion, TopKQuestion
+from dualform.questions.question import STRATEGIES
+from dualform.v1 import attribution_pb2 as pb
+
+
+def top_k(question: TopKQuestion, found: TopK) -> pb.TopKResponse:
+    """To a TopKQuestion."""
+    return _top_k(found, question.group_by, _plan(question, found.plan))
+
+
+def sums(question: SumsQuestion, found: Sums) -> pb.SumsResponse:
+    """To a SumsQuestion."""
+    return _sums(found, question.group_by, _plan(question, found.plan))
+
+
+def dual_output(question: OutputQuestion, found: DualOutput) -> pb.DualOutputResponse:
+    """To an OutputQuestion."""
+    return _output(found, question.group_by, _plan(question, found.plan))
+
+
+def explained(question: ExplainQuestion, layer: str, found: Explanation) -> pb.ExplainedLayer:
+    """To one layer of an ExplainQuestion."""
+    column = question.group_by
+    return pb.ExplainedLayer(
+        layer=layer,
+        top_k=None if found.top_k is None else _top_k(found.top_k, None, None),
+        sums=None if found.sums is None else _sums(found.sums, column, None),
+        output=None if found.output is None else _output(found.output, column, None),
+    )
+
+
+def weights(chunk: WeightsChunk) -> pb.StreamWeightsResponse:
+    """One part of the answer to a StreamWeightsQuestion."""
+    return pb.StreamWeightsResponse(start=chunk.start, weights=wire.encode_tensor(chunk.weights))
+
+
+def layer_info(layer: Layer) -> pb.LayerInfo:
+    """What GetIndex tells of one layer."""
+    return pb.LayerInfo(
+        name=layer.name,
+        kind=layer.kind,
+        d_in=layer.d_in,
+        d_out=layer.d_out,
+        bias=layer.bias,
+        rows=layer.rows,
+        row_space=layer.row_space,
+        values=layer.values,
+        columns=[
+            pb.ColumnInfo(name=name, type=wire.column_type(kind)) for name, kind in layer.columns
+        ],
+        inexact=[pb.InexactMark(from_step=step, reason=reason) for step, reason in layer.inexact],
+    )
+
+
+def hit_bytes(layer: Layer) -> int:
+    """Bytes that a row of a top-k adds to an answer."""
+    return 12 + sum(wire.COLUMN_BYTES[wire.column_type(kind)] for _, kind in layer.columns)
+
+
+def _top_k(found: TopK, group_by: str | None, plan: pb.Plan | None) -> pb.TopKResponse:
+    return pb.TopKResponse(
+        rows=wire.encode_tensor(found.rows),
+        scores=wire.encode_tensor(found.scores),
+        columns=[wire.encode_column(name, array) for name, array in found.columns.items()],
+        groups=_groups(group_by, found.groups),
+        coverage=_coverage(found.coverage),
+        counts=None if found.counts is None else wire.encode_tensor(found.counts),
+        plan=plan,
+    )
+
+
+def _sums(found: Sums, group_by: str | None, plan: pb.Plan | None) -> pb.SumsResponse:
+    return pb.SumsResponse(
+        groups=_groups(group_by, found.groups),
+        values=wire.encode_tensor(found.values),
+        counts=wire.encode_tensor(found.counts),
+        coverage=_coverage(found.coverage),
+        plan=plan,
+    )
+
+
+def _output(found: DualOutput, group_by: str | None, plan: pb.Plan | None) -> pb.DualOutputResponse:
+    return pb.DualOutputResponse(
+        values=wire.encode_tensor(found.values),
+        initial=wire.encode_tensor(found.initial),
+        trained=None if found.trained is None else wire.encode_tensor(found.trained),
+        groups=_groups(group_by, found.groups),
+        counts=None if found.counts is None else wire.encode_tensor(found.counts),
+        coverage=_coverage(found.coverage),
+        plan=plan,
+        residual=None if found.residual is None else wire.encode_tensor(found.residual),
+    )
+
+
+def _plan(question: TopKQuestion | SumsQuestion | OutputQuestion, plan: Plan) -> pb.Plan | None:
+    if not question.explain_plan:
+        return None
+    return pb.Plan(
+        strategy=_strategy(plan.strategy),
+        reason=plan.reason,
+        costs=[
+            pb.PlanCost(strategy=_strategy(name), seconds=seconds)
+            for name, seconds in plan.costs.items()
+        ],
+    )
+
+
+def _strategy(name: str) -> pb.Strategy:
+    number: pb.Strategy = STRATEGIES[name]  # type: ignore[assignment]
+    return number
+
+
+def _groups(name: str | None, groups: pa.Array | None) -> pb.Column | None:
+    return None if groups is None else wire.encode_column(name or "", groups)
+
+
+def _coverage(coverage: Coverage) -> pb.Coverage:
+    return pb.Coverage(rows=coverage.rows, total=coverage.total, nonfinite=coverage.nonfinite)

@@ -1,0 +1,18 @@
+"""What is wrong with a question, whoever asks it: client and engine make their own errors of it."""
+
+from __future__ import annotations
+
+
+class QuestionError(ValueError):
+    """A question that no index could answer.
+
+    Args:
+        message: What was given, what is allowed, how to get there.
+        field: The question's field at fault.
+        reason: Stable UPPER_SNAKE_CASE word for programs; None for INVALID_ARGUMENT.
+    """
+
+    def __init__(self, message: str, *, field: str, reason: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+        self.reason = reason

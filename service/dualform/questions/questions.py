@@ -1,0 +1,241 @@
+"""One class per question. A field here, in the protocol, and where it is used: that is an option.
+
+docs/developing.md shows the way of one. What is checked here holds for every index; what depends
+on an index (its layers, columns, units and steps) is checked by what uses the field.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from dualform.questions.errors import QuestionError
+from dualform.questions.question import Question
+from dualform.v1 import attribution_pb2 as pb
+
+Order = Literal["largest", "smallest", "absolute"]
+RankBy = Literal["weight", "contribution"]
+TopKStrategy = Literal["auto", "certified", "flat", "scan"]
+SumsStrategy = Literal["auto", "key_sums", "distinct_keys", "scan"]
+OutputStrategy = Literal["auto", "rebuilt", "scan"]
+Queries: TypeAlias = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, eq=False)
+class IndexesQuestion(Question):
+    """What is served, and the limits."""
+
+    message: ClassVar[type[Any]] = pb.ListIndexesRequest
+
+
+@dataclass(frozen=True, eq=False)
+class IndexQuestion(Question):
+    """What one index holds."""
+
+    message: ClassVar[type[Any]] = pb.GetIndexRequest
+
+    index: str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class TopKQuestion(Question):
+    """The k rows with the largest, smallest or largest absolute weight or contribution.
+
+    Attributes:
+        layer: As in `model.named_modules()`.
+        queries: float32 [n, d_in], finite.
+        k: Rows per query, and per group; at least 1.
+        where: Which rows take part; None for all.
+        group_by: A metadata column: the k best rows of each of its values.
+        order: "absolute" sorts by |score| descending; scores stay signed.
+        rank_by: "weight", or "contribution": what a row added to one output unit.
+        unit: The output unit, 0 to d_out - 1; with "contribution" alone, which needs it.
+        at_step: Contributions after so many steps; None for the trained layer. Likewise.
+        distinct: A metadata column: of rows with the same value only the best counts; rows
+            without a value stand for themselves.
+        strategy: How rows are proposed; the answer is the same. "certified" prunes by sketches,
+            "flat" asks FAISS, "scan" multiplies tiles. One that does not apply is refused; "auto"
+            takes the cheapest that does, by estimate.
+        explain_plan: Say which strategy was chosen, and why.
+        index: Its name; None where one is served.
+    """
+
+    message: ClassVar[type[Any]] = pb.TopKRequest
+
+    layer: str
+    queries: Queries
+    k: int = 10
+    where: pb.Filter | None = None
+    group_by: str | None = None
+    order: Order = "largest"
+    rank_by: RankBy = "weight"
+    unit: int | None = None
+    at_step: int | None = None
+    distinct: str | None = None
+    strategy: TopKStrategy = "auto"
+    explain_plan: bool = False
+    index: str | None = None
+
+    def check(self) -> None:
+        if self.k < 1:
+            raise QuestionError(f"k is {self.k}; it must be an integer, at least 1", field="k")
+        if self.rank_by == "contribution":
+            return
+        for name, value in (("unit", self.unit), ("at_step", self.at_step)):
+            if value is not None:
+                raise QuestionError(
+                    f"{name} goes with rank_by='contribution', not with {self.rank_by!r}",
+                    field=name,
+                )
+
+
+@dataclass(frozen=True, eq=False)
+class SumsQuestion(Question):
+    """Total attention weight, signed or absolute, per group.
+
+    Attributes:
+        layer, queries, where, explain_plan, index: As for TopKQuestion.
+        group_by: The metadata column to sum over.
+        absolute: Sum |weight|.
+        bins: Ascending edges for a numeric column, as in numpy.histogram: group i holds
+            edges[i] <= value < edges[i + 1], the last one its upper edge too. Other rows take no
+            part; groups are called by their lower edges.
+        strategy: "key_sums" takes the stored sums of the keys of whole runs of rows with the same
+            task and label, "distinct_keys" multiplies one row for each distinct key, "scan" every
+            row; refused where it does not apply. "auto" takes key sums where there are any, and
+            for the other rows the cheaper of the other two, by estimate.
+    """
+
+    message: ClassVar[type[Any]] = pb.SumsRequest
+
+    layer: str
+    queries: Queries
+    group_by: str
+    absolute: bool = False
+    where: pb.Filter | None = None
+    bins: tuple[float, ...] | None = None
+    strategy: SumsStrategy = "auto"
+    explain_plan: bool = False
+    index: str | None = None
+
+    def check(self) -> None:
+        if not self.group_by:
+            raise QuestionError(
+                "sums need group_by, the metadata column to sum over", field="group_by"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class OutputQuestion(Question):
+    """The layer's output as initial part plus the sum of the rows' contributions.
+
+    Attributes:
+        layer, queries, explain_plan, index: As for TopKQuestion.
+        where: Which rows take part; the initial part always stays.
+        at_step: After so many steps, 0 to all of them; None for the trained layer.
+        group_by: A metadata column: the output split by its values, the initial part beside.
+        strategy: For the trained layer "scan" adds every row instead of taking what they were
+            added up to ("rebuilt", refused where it does not apply).
+    """
+
+    message: ClassVar[type[Any]] = pb.DualOutputRequest
+
+    layer: str
+    queries: Queries
+    where: pb.Filter | None = None
+    at_step: int | None = None
+    group_by: str | None = None
+    strategy: OutputStrategy = "auto"
+    explain_plan: bool = False
+    index: str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class ExplainQuestion(Question):
+    """Several answers about several layers, the same as asked one by one.
+
+    Attributes:
+        layers: Each layer's name with its queries, float32 [n, d_in]; a mapping is taken too.
+        k: So many best rows by weight; None for none.
+        order, where, index: As for TopKQuestion.
+        group_by: Sums over this column, and the output split by it; None for no sums, and the
+            output whole.
+        absolute: Sum |weight|.
+        output: The trained layer's output too.
+    """
+
+    message: ClassVar[type[Any]] = pb.ExplainRequest
+
+    layers: tuple[tuple[str, Queries], ...]
+    k: int | None = 10
+    order: Order = "largest"
+    where: pb.Filter | None = None
+    group_by: str | None = None
+    absolute: bool = False
+    output: bool = False
+    index: str | None = None
+
+    def check(self) -> None:
+        if not self.layers:
+            raise QuestionError("no layers; name at least one, with queries", field="layers")
+        if self.k is not None and self.k < 0:
+            raise QuestionError(f"k is {self.k}; it must not be negative", field="k")
+        if not (self.k or self.group_by or self.output):
+            raise QuestionError(
+                "nothing is asked; give k for the best rows, group_by for sums, or output",
+                field="k",
+            )
+        if self.absolute and not self.group_by:
+            raise QuestionError("absolute goes with group_by, for sums", field="absolute")
+
+
+@dataclass(frozen=True, eq=False)
+class StreamWeightsQuestion(Question):
+    """Every attention weight in row order, the float32 nearest to the exact one.
+
+    Attributes:
+        layer, queries, index: As for TopKQuestion.
+    """
+
+    message: ClassVar[type[Any]] = pb.StreamWeightsRequest
+
+    layer: str
+    queries: Queries
+    index: str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class ExamplesQuestion(Question):
+    """Payloads by example id.
+
+    Attributes:
+        ids: Ints and strings, at least one.
+        index: As for TopKQuestion.
+    """
+
+    message: ClassVar[type[Any]] = pb.GetExamplesRequest
+
+    ids: tuple[int | str, ...]
+    index: str | None = None
+
+    def check(self) -> None:
+        if not self.ids:
+            raise QuestionError("no ids; send at least one example id", field="ids")
+
+
+RowsQuestion: TypeAlias = TopKQuestion | SumsQuestion | OutputQuestion
+"""A question with one batch of queries, each of which has an answer of its own."""
+
+QUESTIONS: tuple[type[Question], ...] = (
+    IndexesQuestion,
+    IndexQuestion,
+    TopKQuestion,
+    SumsQuestion,
+    OutputQuestion,
+    ExplainQuestion,
+    StreamWeightsQuestion,
+    ExamplesQuestion,
+)

@@ -1,0 +1,141 @@
+"""Questions to request messages and back, field by field; nobody else knows both.
+
+A tensor's shape and bytes come from whoever sent the request, so every size is checked as a Python
+integer before anything is allocated from it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dualform.questions.errors import QuestionError
+from dualform.questions.question import Field, Question, fields_of
+from dualform.questions.questions import QUESTIONS
+from dualform.v1 import attribution_pb2 as pb
+
+_QUESTIONS = {kind.message: kind for kind in QUESTIONS}
+
+
+def message_of(question: Question) -> Any:
+    """The request message that carries a question."""
+    message = question.message()
+    for field in fields_of(type(question)):
+        value = getattr(question, field.name)
+        if value is None:
+            continue
+        if field.kind == "choice":
+            setattr(message, field.name, field.choices[value])
+        elif field.kind == "tensor":
+            message.queries.CopyFrom(tensor_of(value))
+        elif field.kind == "filter":
+            getattr(message, field.name).CopyFrom(value)
+        elif field.kind == "layers":
+            for layer, queries in value:
+                message.layers.add(layer=layer, queries=tensor_of(queries))
+        elif field.kind == "values":
+            message.ids.extend(
+                pb.Value(string_value=own) if isinstance(own, str) else pb.Value(int64_value=own)
+                for own in value
+            )
+        elif field.kind == "numbers":
+            getattr(message, field.name).extend(value)
+        else:
+            setattr(message, field.name, value)
+    return message
+
+
+def question_of(message: Any) -> Any:
+    """The question that a request message carries.
+
+    Raises:
+        QuestionError: A field is wrong.
+        TypeError: Not a request of AttributionService.
+    """
+    kind = _QUESTIONS.get(type(message))
+    if kind is None:
+        raise TypeError(f"{type(message).__name__} is no request of AttributionService")
+    # What is large comes last: whatever else is wrong is said before it is unpacked.
+    fields = sorted(fields_of(kind), key=lambda field: field.kind in ("tensor", "layers"))
+    return kind(**{field.name: _value(message, field) for field in fields})
+
+
+def tensor_of(array: npt.NDArray[np.float32]) -> pb.Tensor:
+    """A float32 array as a message."""
+    data = array.astype("<f4", copy=False).tobytes()
+    return pb.Tensor(dtype=pb.DATA_TYPE_FLOAT32, shape=array.shape, data=data)
+
+
+def _value(message: Any, field: Field) -> Any:
+    sent = getattr(message, field.name)
+    if field.kind == "choice":
+        return _word(sent, field)
+    if field.kind == "tensor":
+        return _queries(sent)
+    if field.kind == "filter":
+        return sent if message.HasField(field.name) else None
+    if field.kind == "layers":
+        return [(own.layer, _queries_of(own)) for own in sent]
+    if field.kind == "values":
+        return [None if (kind := own.WhichOneof("kind")) is None else getattr(own, kind)
+                for own in sent]  # fmt: skip
+    if field.kind == "numbers":
+        return list(sent) or None
+    if field.present:
+        return sent if message.HasField(field.name) else None
+    return sent or None if field.optional else sent
+
+
+def _word(number: int, field: Field) -> str:
+    """A choice's word; the first stands for the protocol's zero where none does."""
+    words = {own: word for word, own in field.choices.items()}
+    if number in words:
+        return words[number]
+    if number == 0:
+        return next(iter(field.choices))
+    raise QuestionError(
+        f"{field.name} {number} is unknown; allowed are {', '.join(field.choices)}",
+        field=field.name,
+    )
+
+
+def _queries_of(own: pb.ExplainLayer) -> npt.NDArray[np.float32]:
+    try:
+        return _queries(own.queries)
+    except QuestionError as error:
+        raise QuestionError(
+            f"layer {own.layer!r}: {error}", field=error.field, reason=error.reason
+        ) from None
+
+
+def _queries(tensor: pb.Tensor) -> npt.NDArray[np.float32]:
+    """The queries of a request, float32 [n, d], contiguous and writable."""
+    if tensor.dtype != pb.DATA_TYPE_FLOAT32:
+        raise _error(f"are {_dtype_name(tensor.dtype)}; send float32")
+    shape = tuple(tensor.shape)
+    if len(shape) != 2:
+        given = list(shape) if len(shape) <= 8 else f"{len(shape)} dimensions"
+        raise _error(f"have shape {given}; send [n, d_in], a single query as [1, d_in]")
+    n, d = shape
+    if n < 0 or d < 1:
+        raise _error(f"have shape [{n}, {d}]; send [n, d_in] with n and d_in at least 1")
+    data = tensor.data
+    if len(data) != n * d * 4:
+        raise _error(
+            f"of shape [{n}, {d}] need {n * d * 4:,} bytes, not {len(data):,}; "
+            "send float32 little-endian, row-major"
+        )
+    return np.frombuffer(data, dtype="<f4").reshape(n, d).astype(np.float32)
+
+
+def _dtype_name(dtype: int) -> str:
+    try:
+        return pb.DataType.Name(dtype).removeprefix("DATA_TYPE_").lower()
+    except ValueError:
+        return f"of unknown data type {dtype}"
+
+
+def _error(what: str) -> QuestionError:
+    return QuestionError(f"queries {what}", field="queries", reason="BAD_QUERIES")
