@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import resource
 import shutil
 import signal
@@ -271,14 +272,15 @@ def test_the_writing_thread_ends(tmp_path: Path) -> None:
 
 def test_says_what_a_step_costs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model, optimizer = network()
-    with (
-        caplog.at_level(logging.INFO, "dualform.record"),
-        Recorder(model, optimizer, tmp_path / "r"),
-    ):
+    with Recorder(model, optimizer, tmp_path / "r"):
         step(model, optimizer)
         (message,) = [r.getMessage() for r in caplog.records if r.levelno == logging.INFO]
-    assert "0.13 MB per step" in message  # 256 rows of 64 + 64 float32
-    assert f"{tmp_path / 'r'}" in message
+    assert "131.07 kB per step" in message  # 256 rows of 64 + 64 float32
+    assert f"{tmp_path / 'r'} (" in message
+    enough = re.search(r"enough for ([\d,]+) steps", message)
+    assert enough is not None
+    steps = int(enough[1].replace(",", ""))
+    assert steps == pytest.approx(shutil.disk_usage(tmp_path).free / 131072, rel=0.05)
 
 
 def test_warns_where_the_planned_run_does_not_fit(tmp_path: Path) -> None:

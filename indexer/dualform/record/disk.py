@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dualform.record.buffers import Buffer
+from dualform.record.coverage import size_text
 from dualform.record.errors import RecordingExistsError, RecordingFailedError
 from dualform.record.sink import CapturedPass, State, StepBatch
 from dualform.store.errors import BusyError, ExistsError
@@ -134,15 +135,8 @@ class DiskSink:
         self._thread.start()
 
     def begin(self, initial: State, step_bytes: int, planned_steps: int | None) -> None:
-        """Say what a step costs, warn where the planned run does not fit, keep the state."""
+        """Warn where the planned run does not fit, keep the state."""
         free = shutil.disk_usage(self.path).free
-        _LOGGER.info(
-            "%s: %.2f MB per step; %.1f GB are free, enough for %s steps",
-            self.path,
-            step_bytes / 1e6,
-            free / 1e9,
-            f"{free // max(1, step_bytes):,}",
-        )
         if planned_steps is not None and planned_steps * step_bytes > free:
             warnings.warn(
                 f"{self.path}: {planned_steps:,} steps of {step_bytes / 1e6:.2f} MB need "
@@ -152,6 +146,15 @@ class DiskSink:
             )
         if self._writer is not None and not self._writer.has_initial:  # resumed ones have it
             self._put(lambda writer: writer.write_initial(initial))
+
+    def room(self, step_bytes: int, planned_steps: int | None) -> str:
+        """Where it goes, and what is needed of what is free."""
+        free = shutil.disk_usage(self.path).free
+        if planned_steps is None:
+            need = f"enough for {free // max(1, step_bytes):,} steps"
+        else:
+            need = f"{size_text(planned_steps * step_bytes)} needed for {planned_steps:,} steps"
+        return f"{self.path} ({size_text(free)} free, {need})"
 
     def check(self) -> None:
         """Raise what went wrong in the background.

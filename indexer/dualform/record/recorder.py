@@ -17,6 +17,7 @@ from dualform.record.annotations import Annotations, block_of
 from dualform.record.buffers import Pool
 from dualform.record.capture import Pass, Tape
 from dualform.record.compiled import HooksSeen, check_compiled
+from dualform.record.coverage import say, size_text
 from dualform.record.disk import DiskSink
 from dualform.record.errors import RecorderClosedError, RecordError, ResumeError
 from dualform.record.examples import ExampleIntake
@@ -26,6 +27,7 @@ from dualform.record.recorded_lstm import RecordedLSTM
 from dualform.record.resume import resume
 from dualform.record.selection import select_layers
 from dualform.record.sink import CapturedPass, Sink, StepBatch
+from dualform.record.unclosed import closed_in_the_end
 from dualform.record.wrapped import unwrapped
 from dualform.store.ledger import InexactMark
 from dualform.store.recording_format import RecordingManifest
@@ -93,7 +95,8 @@ class Recorder:
         optimizer = unwrapped(optimizer)
         check_compiled(model)
         self._optimizer = OptimizerView(optimizer)
-        selected = select_layers(model, layers, self._optimizer.holds)
+        selection = select_layers(model, layers, self._optimizer.holds)
+        self._coverage = selection.coverage
         self._annotations = Annotations()
         self._tape = Tape(Pool(_POOL_BYTES), self._annotations)
         random = np.random.default_rng()
@@ -101,7 +104,7 @@ class Recorder:
             (RecordedLSTM if item.parts else RecordedLayer)(
                 item, self._optimizer, self._tape, random
             )
-            for item in selected
+            for item in selection.layers
         ]
         self._values = values
         self._planned_steps = steps
@@ -111,6 +114,7 @@ class Recorder:
         self._marks: list[tuple[str, InexactMark]] = []
         self._examples = ExampleIntake()
         self._closed = False
+        self._process = os.getpid()
         is_path = isinstance(path_or_sink, (str, os.PathLike))
         self._sink: Sink = DiskSink(path_or_sink) if is_path else path_or_sink  # type: ignore
         specs = {layer.spec.name: layer.spec for layer in self._layers}
@@ -131,6 +135,7 @@ class Recorder:
             self._closed = True
             self._unhook()
             raise
+        closed_in_the_end(self)
 
     def annotate(self, **columns: Any) -> None:
         """Say what the rows of the following passes are, until the next call or step.
@@ -181,6 +186,21 @@ class Recorder:
             with np.errstate(all="ignore"):
                 self._mark(layer, layer.check_weights(self._step))
         self._sink.close(self._state(), tuple(self._marks))
+
+    def close_at_exit(self) -> None:
+        """Close what the program did not, and say so; called as it ends. In a forked process, which
+        has no part in the recording, nothing."""
+        if self._closed or os.getpid() != self._process:
+            return
+        _LOGGER.warning(
+            "the recorder of %s was not closed; closing it as the program ends. Use "
+            "`with Recorder(...)`, or call close() after the last step",
+            getattr(self._sink, "path", type(self._sink).__name__),
+        )
+        try:
+            self.close()
+        except RecordError as failure:
+            _LOGGER.error("while closing: %s", failure)
 
     def __enter__(self) -> Recorder:
         return self
@@ -238,7 +258,18 @@ class Recorder:
         batch = StepBatch(step, passes, blocks.blocks, ledger, tuple(self._marks))
         if step == self._first_step:
             self._sink.begin(self._state(), batch.nbytes, self._planned_steps)
+            say(self._first_line(batch.nbytes))
         self._open_step = batch
+
+    def _first_line(self, step_bytes: int) -> str:
+        """What is recorded, what it takes, and what is left out."""
+        room = getattr(self._sink, "room", None)
+        line = f"dualform: recording {self._coverage}"
+        line += f", {size_text(step_bytes)} per step"
+        if room is not None:
+            line += f", to {room(step_bytes, self._planned_steps)}"
+        left_out = self._coverage.left_out_text()
+        return f"{line}. Left out: {left_out}" if left_out else line
 
     def _after_step(self, *_: Any) -> None:
         """The step's post-hook: the weights have moved."""

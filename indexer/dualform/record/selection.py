@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,11 +11,10 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 
+from dualform.record.coverage import Coverage, cover
 from dualform.record.errors import LayerSelectionError
 from dualform.record.layers import LSTM, LayerKind
 from dualform.store.recording_format import LayerSpec
-
-_LOGGER = logging.getLogger("dualform.record")
 
 
 @dataclass(frozen=True)
@@ -35,9 +33,17 @@ class SelectedLayer:
     parts: tuple[SelectedLayer, ...] = ()
 
 
+@dataclass(frozen=True)
+class Selection:
+    """The layers to record, in the model's order, and what that leaves out."""
+
+    layers: list[SelectedLayer]
+    coverage: Coverage
+
+
 def select_layers(
     model: nn.Module, patterns: Sequence[str] | None, held: Callable[[torch.Tensor], bool]
-) -> list[SelectedLayer]:
+) -> Selection:
     """Choose the layers.
 
     Args:
@@ -65,10 +71,6 @@ def select_layers(
             raise LayerSelectionError(
                 _nothing("No layer can be recorded", modules, {**refusals, **unsupported})
             )
-        for name, why in unsupported.items():
-            quiet = isinstance(modules[name], (nn.Embedding, nn.EmbeddingBag))
-            level = logging.INFO if quiet else logging.WARNING
-            _LOGGER.log(level, "layer %r is left out: %s", name, why)
     else:
         chosen = _match(patterns, modules, refusals, unsupported)
 
@@ -76,10 +78,13 @@ def select_layers(
         spec = _spec(name, kinds[name], modules[name])
         return SelectedLayer(spec, kinds[name], modules[name], model)
 
-    return [
+    layers = [
         _lstm(name, lstms[name], *map(linear, _part_names(name))) if name in lstms else linear(name)
         for name in chosen
     ]
+    parts = [part.module for layer in layers for part in layer.parts or (layer,)]
+    why_not = {name: why for name, why in {**refusals, **unsupported}.items() if why is not None}
+    return Selection(layers, cover(model, parts, why_not, patterns is not None, len(layers)))
 
 
 def _match(
@@ -127,20 +132,23 @@ def _refusal(
     if parametrize.is_parametrized(module) or not isinstance(kind.weight(module), nn.Parameter):
         return (
             "its weight is computed from other parameters (parametrised), "
-            "so its gradient is not the sum of its rows"
+            "so its gradient is not the sum of its rows; remove the parametrisation first"
         )
     weight = kind.weight(module)
     if isinstance(weight, nn.UninitializedParameter):
         return "its weight has no shape yet; run one forward pass before making the recorder"
     if not held(weight):
-        return "its weight is not among the optimizer's parameters"
+        return "its weight is not among the optimizer's parameters; give it to the optimizer"
     others = [owner for owner in owners[id(weight)] if owner != f"{name}.weight".lstrip(".")]
     if others:
-        return f"tied: its weight is also {', '.join(others[:3])}"
+        return (
+            f"tied: its weight is also {', '.join(others[:3])}; name it in layers=[...] to record "
+            "it all the same"
+        )
     if isinstance(module, NonDynamicallyQuantizableLinear):
         return (
             "nn.MultiheadAttention multiplies by its weight without calling it, "
-            "so there are no rows to see"
+            "so there are no rows to see; write attention with nn.Linear of your own"
         )
     return None
 
@@ -176,11 +184,14 @@ def _why_not(module: nn.Module) -> str | None:
             "dualform.record.LSTM.from_torch(lstm) in its place, which gives the same output"
         )
     if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
-        return f"{type(module).__name__} runs a fused kernel that no hook sees into"
+        return (
+            f"{type(module).__name__} runs a fused kernel that no hook sees into; "
+            "dualform.record.LSTM is recorded"
+        )
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         return (
             "an embedding looks its row up by a token's number: its key would be one-hot, and its "
-            "attention weight whether two tokens are the same"
+            "attention weight whether two tokens are the same; nothing is missed"
         )
     return None
 

@@ -1,0 +1,116 @@
+"""What of a model is recorded and what is left out, and the one line that says so at the start."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+LOGGER = logging.getLogger("dualform.record.start")
+"""Of the line at the start; `setLevel(logging.WARNING)` silences it."""
+if LOGGER.level == logging.NOTSET:  # the root's level would hide it
+    LOGGER.setLevel(logging.INFO)
+
+_NAMED = 3
+"""So many layers of a group are named, and the others counted."""
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Which of a model's matrices are recorded.
+
+    Attributes:
+        layers: How many layers are recorded.
+        recorded: Elements of their weights.
+        matrices: Elements of all of the model's parameters with two axes or more.
+        left_out: Modules that hold matrices and are not recorded, by reason.
+    """
+
+    layers: int
+    recorded: int
+    matrices: int
+    left_out: Mapping[str, tuple[str, ...]]
+
+    def __str__(self) -> str:
+        share = 100 * self.recorded / max(1, self.matrices)
+        plural = "" if self.layers == 1 else "s"
+        return f"{self.layers} layer{plural}, {share:.1f} % of the model's matrix parameters"
+
+    def left_out_text(self) -> str:
+        """The groups and their reasons; empty where nothing is left out."""
+        groups = []
+        for reason, names in self.left_out.items():
+            more = "" if len(names) <= _NAMED else f" and {len(names) - _NAMED} more"
+            groups.append(f"{', '.join(map(repr, names[:_NAMED]))}{more} ({reason})")
+        return "; ".join(groups)
+
+
+def cover(
+    model: nn.Module,
+    modules: Collection[nn.Module],
+    reasons: Mapping[str, str],
+    asked: bool,
+    layers: int,
+) -> Coverage:
+    """Count.
+
+    Args:
+        model: The whole model.
+        modules: The modules whose weights are recorded.
+        reasons: Why a module is not, by name, where that is known.
+        asked: The user said which layers to record.
+        layers: How many layers these modules make.
+    """
+    own = set(map(id, modules))
+    seen: set[int] = set()
+    recorded = total = 0
+    groups: dict[str, list[str]] = {}
+    # Recorded ones first: a tied weight counts as recorded.
+    ordered = sorted(model.named_modules(), key=lambda pair: id(pair[1]) not in own)
+    for name, module in ordered:
+        matrices = [p for p in module.parameters(recurse=False) if p.dim() > 1]
+        fresh = [p for p in matrices if id(p) not in seen]
+        seen.update(map(id, matrices))
+        size = sum(p.numel() for p in fresh)
+        total += size
+        if id(module) in own:
+            recorded += size
+        elif matrices:
+            groups.setdefault(_reason(name, module, reasons, asked), []).append(name)
+    return Coverage(layers, recorded, total, {why: tuple(found) for why, found in groups.items()})
+
+
+def say(line: str) -> None:
+    """Show one line in any case: by the program's own logging where it is set up, otherwise on
+    standard error, above any progress bar."""
+    if LOGGER.hasHandlers():
+        LOGGER.info(line)
+    elif LOGGER.isEnabledFor(logging.INFO):
+        bars = sys.modules.get("tqdm")
+        if bars is not None:
+            bars.tqdm.write(line, file=sys.stderr)
+        else:
+            print(line, file=sys.stderr, flush=True)
+
+
+def size_text(count: float) -> str:
+    """Bytes in the unit that fits: "2.10 MB"."""
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if count >= scale:
+            return f"{count / scale:.2f} {unit}"
+    return f"{count / 1e3:.2f} kB"
+
+
+def _reason(name: str, module: nn.Module, reasons: Mapping[str, str], asked: bool) -> str:
+    known = reasons.get(name)
+    if known is not None:
+        return known
+    if asked:
+        return "not among layers=[...]; name it there"
+    return (
+        f"{type(module).__name__} is of no kind that is recorded; where it is a product with a "
+        "matrix, write it as nn.Linear"
+    )

@@ -1,0 +1,119 @@
+"""What a recorder says at its first step: one line, seen wherever nobody asked for silence."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from dualform.record import Recorder
+
+PROGRAM = """
+import sys, logging
+import torch
+from torch import nn
+from dualform.record import Recorder
+{before}
+model = nn.Sequential(nn.Linear(6, 3), nn.Conv1d(3, 2, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with Recorder(model, optimizer, sys.argv[1], steps=2000):
+    for _ in {loop}(range(3)):
+        model[0](torch.randn(4, 6)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+LINE = "dualform: recording 1 layer, 75.0 % of the model's matrix parameters, 8.19 kB per step"
+
+
+def program(tmp_path: Path, before: str = "", loop: str = "") -> str:
+    """What it writes to standard error."""
+    text = PROGRAM.format(before=before, loop=loop)
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", text, str(tmp_path / "r")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stderr
+
+
+@pytest.mark.parametrize(
+    "before",
+    ["", "logging.basicConfig()", "logging.basicConfig(level=logging.WARNING)"],
+    ids=["plain", "configured", "quiet root"],
+)
+def test_seen_by_default(tmp_path: Path, before: str) -> None:
+    (line,) = program(tmp_path, before).splitlines()  # one line, and nothing else
+    assert LINE in line
+    assert "16.38 MB needed for 2,000 steps" in line
+    assert f"to {tmp_path / 'r'} (" in line
+    assert "Left out: '1' (Conv1d is of no kind that is recorded; " in line
+
+
+def test_silence(tmp_path: Path) -> None:
+    before = "logging.getLogger('dualform.record.start').setLevel(logging.WARNING)"
+    assert program(tmp_path, before) == ""
+
+
+def test_above_a_progress_bar(tmp_path: Path) -> None:
+    """On a line of its own."""
+    text = program(tmp_path, "import tqdm", "tqdm.tqdm")
+    lines = [part for line in text.splitlines() for part in line.split("\r")]
+    assert next(line for line in lines if "dualform" in line).startswith(LINE)
+    assert "3/3" in lines[-1]
+
+
+class Kinds(nn.Module):
+    """One of everything that is left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 8)
+        self.kept = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 10, bias=False)
+        self.head.weight = self.embedding.weight
+        self.attention = nn.MultiheadAttention(8, 2)
+        self.images = nn.ModuleList(nn.Conv2d(8, 8, 3) for _ in range(5))
+        self.frozen = nn.Linear(8, 8)
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+        self.norm = nn.LayerNorm(8)
+
+
+def test_groups_with_their_reasons_and_remedies(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Kinds()
+    held = [p for name, p in model.named_parameters() if not name.startswith("frozen")]
+    optimizer = torch.optim.SGD(held, lr=0.1)
+    with Recorder(model, optimizer, tmp_path / "r"):
+        model.kept(torch.randn(4, 8)).sum().backward()
+        optimizer.step()
+    line = next(r.getMessage() for r in caplog.records if "recording" in r.getMessage())
+    matrices = sum(p.numel() for p in model.parameters() if p.dim() > 1)
+    assert f"1 layer, {100 * 64 / matrices:.1f} % of" in line
+    left_out = line.split("Left out: ")[1]
+    for group, remedy in [
+        ("'embedding' (an embedding looks", "nothing is missed"),
+        ("'head' (tied: its weight is also embedding.weight", "name it in layers=[...]"),
+        ("'attention.out_proj' (nn.MultiheadAttention multiplies", "nn.Linear of your own"),
+        ("'images.0', 'images.1', 'images.2' and 2 more (Conv2d", "write it as nn.Linear"),
+        ("'frozen' (its weight is not among the optimizer", "give it to the optimizer"),
+    ]:
+        assert group in left_out
+        assert remedy in left_out.split(group)[1].split(")")[0]
+    assert "norm'" not in left_out.replace("'normed", "")  # no matrix
+
+
+def test_layers_that_were_not_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Recorder(model, optimizer, tmp_path / "r", layers=["1"]):
+        model(torch.randn(4, 4)).sum().backward()
+        optimizer.step()
+    assert "recording 1 layer, 50.0 % of" in caplog.text
+    assert "'0' (not among layers=[...]; name it there)" in caplog.text

@@ -1,0 +1,61 @@
+"""A recorder that nobody closes: said as the program ends, and nothing that it took is lost."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dualform.store.recording import Recording
+
+from . import reading
+
+PROGRAM = """
+import os, sys
+import torch
+from torch import nn
+from dualform.record import Recorder
+
+torch.manual_seed(0)
+model = nn.Linear(6, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+recorder = Recorder(model, optimizer, sys.argv[1])
+for _ in range(5):
+    optimizer.zero_grad()
+    model(torch.randn(4, 6)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [
+        ("", 0),
+        ("sys.exit(3)", 3),
+        ("raise RuntimeError('boom')", 1),
+        ("child = os.fork()\nif child == 0: sys.exit(0)\nos.waitpid(child, 0)", 0),
+    ],
+    ids=["end", "exit", "error", "fork"],
+)
+def test_at_exit(tmp_path: Path, end: str, status: int) -> None:
+    """However a program ends by itself, in whatever time: a whole recording, said once."""
+    command = [sys.executable, "-W", "ignore", "-c", PROGRAM + end, str(tmp_path / "r")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == status
+    assert result.stderr.count("was not closed") == 1
+    assert str(tmp_path / "r") in result.stderr
+    assert "with Recorder(...)" in result.stderr
+    recording = Recording.open(tmp_path / "r")
+    assert recording.complete
+    assert recording.steps == 5
+    reading.assert_rebuilds(tmp_path / "r")
+    assert not list(tmp_path.glob(".*.lock"))
+
+
+def test_closed_is_closed(tmp_path: Path) -> None:
+    end = "recorder.close()"
+    command = [sys.executable, "-W", "ignore", "-c", PROGRAM + end, str(tmp_path / "r")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert "not closed" not in result.stderr
