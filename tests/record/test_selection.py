@@ -135,3 +135,11 @@ def test_a_tied_layer_is_told_the_other_owner_alone(tmp_path: Path) -> None:
     model[1].weight = model[0].weight
     with pytest.raises(LayerSelectionError, match=r"'0': tied: its weight is also 1.weight;"):
         chosen(model, tmp_path / "r", None)
+
+
+def test_complex_layers_are_left_out_or_refused(tmp_path: Path) -> None:
+    """Recorded as real numbers, their imaginary parts would be lost without a word."""
+    model = nn.Sequential(nn.Linear(4, 4, dtype=torch.complex64), nn.Linear(4, 4))
+    assert chosen(model, tmp_path / "r", None) == ["1"]
+    with pytest.raises(LayerSelectionError, match=r"'0' cannot be recorded: .*complex64"):
+        chosen(model, tmp_path / "s", ["0"])

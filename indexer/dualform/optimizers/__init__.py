@@ -1,8 +1,16 @@
 """Optimizer families: how each reads a step, and how the parts of a weight move under it."""
 
+from dualform.optimizers.adadelta import Adadelta, AdadeltaSettings
+from dualform.optimizers.adafactor import Adafactor, AdafactorSettings
+from dualform.optimizers.adagrad import Adagrad, AdagradSettings
 from dualform.optimizers.adam import Adam, AdamSettings
+from dualform.optimizers.adamax import Adamax, AdamaxSettings
 from dualform.optimizers.family import STILL, Factor, Family, Transition, moved
+from dualform.optimizers.nadam import NAdam, NAdamSettings
+from dualform.optimizers.radam import RAdam, RAdamSettings
 from dualform.optimizers.registry import FAMILIES, Found, family_of
+from dualform.optimizers.rmsprop import RMSprop, RMSpropSettings
+from dualform.optimizers.rprop import Rprop, RpropSettings
 from dualform.optimizers.sgd import SGD, SGDSettings
 from dualform.optimizers.trajectory import Part, Trajectory, adjoint
 from dualform.optimizers.unknown import Unknown, UnknownSettings
@@ -11,12 +19,28 @@ __all__ = [
     "FAMILIES",
     "SGD",
     "STILL",
+    "Adadelta",
+    "AdadeltaSettings",
+    "Adafactor",
+    "AdafactorSettings",
+    "Adagrad",
+    "AdagradSettings",
     "Adam",
     "AdamSettings",
+    "Adamax",
+    "AdamaxSettings",
     "Factor",
     "Family",
     "Found",
+    "NAdam",
+    "NAdamSettings",
     "Part",
+    "RAdam",
+    "RAdamSettings",
+    "RMSprop",
+    "RMSpropSettings",
+    "Rprop",
+    "RpropSettings",
     "SGDSettings",
     "Trajectory",
     "Transition",

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dualform.optimizers.family import Family, Transition, Whole, number, same_names
+from dualform.optimizers.family import Family, Transition, Whole, number, same_names, seen
 
 
 class AdamSettings(NamedTuple):
@@ -35,7 +35,9 @@ class Adam(Family):
     def owns(self, kind: type[torch.optim.Optimizer]) -> bool:
         return issubclass(kind, (torch.optim.Adam, torch.optim.AdamW))
 
-    def read(self, group: Mapping[str, Any], nth: int) -> AdamSettings:
+    def read(
+        self, group: Mapping[str, Any], nth: int, dtype: torch.dtype, state: Mapping[str, Any]
+    ) -> AdamSettings:
         decoupled = group.get("decoupled_weight_decay", False)
         return AdamSettings(
             number(group["lr"]),
@@ -58,8 +60,8 @@ class Adam(Family):
         lr, beta1, beta2, eps, decay, amsgrad, maximize, decoupled, nth = settings
         coupled = 0.0 if decoupled else decay
         sign = -1.0 if maximize else 1.0
-        seen = gradient if coupled == 0 else sign * gradient + coupled * whole["weight"]
-        second = whole["exp_avg_sq"].mul_(beta2).addcmul_(seen, seen, value=1 - beta2)
+        own = seen(gradient, maximize, coupled, whole)
+        second = whole["exp_avg_sq"].mul_(beta2).addcmul_(own, own, value=1 - beta2)
         if amsgrad:
             second = torch.maximum(whole["max_exp_avg_sq"], second, out=whole["max_exp_avg_sq"])
         step_size = lr / (1 - beta1**nth)

@@ -63,6 +63,7 @@ class Family:
         scalar: Every factor of a transition is a number: rows have one coefficient for a step.
         elementwise: An element's transition depends on that element alone, so a weight may be
             followed in blocks, and the recorder may check a sample of its elements.
+        scalars: Numbers of a parameter's state that `read` looks at, by torch's keys.
     """
 
     name: ClassVar[str]
@@ -71,6 +72,7 @@ class Family:
     momentum: ClassVar[str | None] = None
     scalar: ClassVar[bool] = False
     elementwise: ClassVar[bool] = True
+    scalars: ClassVar[tuple[str, ...]] = ()
 
     def owns(self, kind: type[torch.optim.Optimizer]) -> bool:
         """Whether the class's `step` is this family's."""
@@ -80,14 +82,30 @@ class Family:
         """Why an optimizer whose `step` is the family's can't be read all the same, or None."""
         return None
 
-    def read(self, group: Mapping[str, Any], nth: int) -> Any:
+    def read(
+        self, group: Mapping[str, Any], nth: int, dtype: torch.dtype, state: Mapping[str, Any]
+    ) -> Any:
         """The settings of the step that is about to run.
 
         Args:
             group: The parameter's group.
             nth: How many steps the parameter will have taken after it, from 1.
+            dtype: The parameter's.
+            state: The parameter's, empty before its first step; only `scalars` are looked at.
         """
         raise NotImplementedError
+
+    def blank(self, weight: torch.Tensor) -> Whole:
+        """Zeros in the place of every buffer.
+
+        Args:
+            weight: Whose shape, dtype and device count.
+        """
+        return {name: torch.zeros_like(weight) for name in self.buffers}
+
+    def fresh(self, settings: Any) -> Mapping[str, float]:
+        """What torch fills buffers with that it creates at this step, where that is not 0."""
+        return {}
 
     def follows_whole(self, settings: Any) -> bool:
         """Whether a step's transition depends on the whole's weight or momentum."""
@@ -111,6 +129,25 @@ class Family:
 def same_names(*names: str) -> Mapping[str, str]:
     """`Family.buffers` for a family whose buffers we call as torch does."""
     return MappingProxyType({name: name for name in names})
+
+
+def seen(
+    gradient: torch.Tensor, maximize: bool, decay: float, whole: Whole, own: bool = False
+) -> torch.Tensor:
+    """The gradient as the arithmetic sees it: its sign turned, coupled weight decay added.
+
+    Args:
+        gradient: The whole's.
+        maximize: Whether the sign is turned.
+        decay: 0 where there is none, or none that is coupled; "weight" is then not looked at.
+        whole: The state.
+        own: The result will be changed, so it must not be the gradient itself.
+    """
+    if decay != 0:
+        return torch.add(-gradient if maximize else gradient, whole["weight"], alpha=decay)
+    if maximize:
+        return -gradient
+    return gradient.clone() if own else gradient
 
 
 def number(value: Any) -> float:

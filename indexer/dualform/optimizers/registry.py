@@ -7,13 +7,39 @@ from typing import NamedTuple
 
 import torch
 
+from dualform.optimizers.adadelta import Adadelta
+from dualform.optimizers.adafactor import Adafactor
+from dualform.optimizers.adagrad import Adagrad
 from dualform.optimizers.adam import Adam
+from dualform.optimizers.adamax import Adamax
 from dualform.optimizers.family import Family
+from dualform.optimizers.nadam import NAdam
+from dualform.optimizers.radam import RAdam
+from dualform.optimizers.rmsprop import RMSprop
+from dualform.optimizers.rprop import Rprop
 from dualform.optimizers.sgd import SGD
 from dualform.optimizers.unknown import Unknown
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (SGD(), Adam(), Unknown())}
+_ALL = (
+    SGD(),
+    Adam(),
+    NAdam(),
+    RAdam(),
+    Adamax(),
+    RMSprop(),
+    Adagrad(),
+    Adadelta(),
+    Adafactor(),
+    Rprop(),
+    Unknown(),
+)
+FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
 """Every family by name, as the manifest names it. A new one is a file and a line here."""
+
+_NEVER: dict[type[torch.optim.Optimizer], str] = {
+    torch.optim.LBFGS: "its steps are not linear in the gradients, so no part of them is a row's",
+    torch.optim.SparseAdam: "its gradients are sparse, and those of recorded layers never are",
+}
 
 
 class Found(NamedTuple):
@@ -42,6 +68,9 @@ def family_of(optimizer: torch.optim.Optimizer) -> Found:
             return Found(unknown, kind.__name__, f"{why}, so what it does is not known")
         reason = family.why_not(optimizer)
         return Found(family if reason is None else unknown, base.__name__, reason)
+    for refused, why in _NEVER.items():
+        if isinstance(optimizer, refused):
+            return Found(unknown, kind.__name__, why)
     known = ", ".join(name for name in FAMILIES if name != Unknown.name)
     return Found(unknown, kind.__name__, f"it is of no family that is known ({known})")
 

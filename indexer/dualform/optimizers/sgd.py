@@ -45,7 +45,9 @@ class SGD(Family):
     def owns(self, kind: type[torch.optim.Optimizer]) -> bool:
         return issubclass(kind, torch.optim.SGD)
 
-    def read(self, group: Mapping[str, Any], nth: int) -> SGDSettings:
+    def read(
+        self, group: Mapping[str, Any], nth: int, dtype: torch.dtype, state: Mapping[str, Any]
+    ) -> SGDSettings:
         return SGDSettings(
             number(group["lr"]),
             number(group["momentum"]),

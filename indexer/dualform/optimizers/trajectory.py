@@ -34,7 +34,7 @@ class Trajectory:
     Args:
         family: The optimizer's.
         state: The state to start from: "weight", and the family's buffers by name where they exist
-            by then; missing ones are zero.
+            by then; missing ones are as the optimizer creates them.
         follow: Whether the whole's weight and momentum are needed, as `follows_whole` says of any
             step to come.
         dtype: In which everything is computed.
@@ -51,9 +51,10 @@ class Trajectory:
         self.family = family
         self._dtype = dtype
         weight = state["weight"]
+        self._missing = [name for name in family.buffers if name not in state]
         self.whole: Whole = {
-            name: self._copy(state[name]) if name in state else self._zeros(weight)
-            for name in family.buffers
+            name: self._copy(state[name]) if name in state else empty
+            for name, empty in family.blank(self._zeros(weight)).items()
             if name != family.momentum or follow
         }
         self._follow: Part | None = None
@@ -97,6 +98,11 @@ class Trajectory:
         Returns:
             The step's transition.
         """
+        if self._missing:
+            fresh = self.family.fresh(settings)
+            for name in fresh.keys() & self._missing:
+                self.whole[name].fill_(fresh[name])
+            self._missing = []
         transition = self.family.transition(settings, first, self.whole, gradient)
         if self._follow is not None:
             moved(transition, self._follow.weight, self._follow.momentum, gradient)

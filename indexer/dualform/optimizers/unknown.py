@@ -26,7 +26,9 @@ class Unknown(Family):
     def owns(self, kind: type[torch.optim.Optimizer]) -> bool:
         return False
 
-    def read(self, group: Mapping[str, Any], nth: int) -> UnknownSettings:
+    def read(
+        self, group: Mapping[str, Any], nth: int, dtype: torch.dtype, state: Mapping[str, Any]
+    ) -> UnknownSettings:
         try:
             return UnknownSettings(number(group.get("lr", 0.0)))
         except (TypeError, ValueError):

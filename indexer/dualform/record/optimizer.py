@@ -30,8 +30,8 @@ class OptimizerView:
         self._counted = "nth" in self.family.settings_type._fields
         self._key: list[list[int]] = []
         self._group_of: dict[torch.Tensor, int] = {}
-        self._settings: dict[tuple[int, int], Any] = {}
-        self._counts: dict[torch.Tensor, int] = {}
+        self._settings: dict[tuple[Any, ...], Any] = {}
+        self._counts: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}
         self.refresh()
 
     @property
@@ -78,10 +78,12 @@ class OptimizerView:
             settings = self._no_settings()
             return LedgerRow(step, name, settings, took_part=False)
         count = self._count(parameter, took_part) if self._counted else 0
-        key = (index, count)
+        state: Mapping[str, Any] = self.optimizer.state.get(parameter, {})
+        own = [float(state[key]) for key in self.family.scalars if key in state]
+        key = (index, count, parameter.dtype, *own)
         if key not in self._settings:
             group = self.optimizer.param_groups[index]
-            self._settings[key] = self.family.read(group, count)
+            self._settings[key] = self.family.read(group, count, parameter.dtype, state)
         settings = self._settings[key]
         first = (
             took_part
@@ -105,11 +107,12 @@ class OptimizerView:
         state: Mapping[str, Any] = self.optimizer.state.get(parameter, {})
         step = state.get("step", 0)
         if isinstance(step, torch.Tensor) and step.device.type != "cpu":
-            # Reading it would wait for the device: it is read once, and counted from there.
-            if parameter not in self._counts:
-                self._counts[parameter] = int(step)
-            before = self._counts[parameter]
-            self._counts[parameter] += took_part
+            # Reading it would wait for the device: it is read once, and counted from there, until
+            # another takes its place (load_state_dict).
+            known, before = self._counts.get(parameter, (None, 0))
+            if known is not step:
+                before = int(step)
+            self._counts[parameter] = (step, before + took_part)
         else:
             before = int(step)
         return before + took_part

@@ -137,6 +137,8 @@ def _refusal(
     weight = kind.weight(module)
     if isinstance(weight, nn.UninitializedParameter):
         return "its weight has no shape yet; run one forward pass before making the recorder"
+    if weight.is_complex():
+        return f"its weight is {str(weight.dtype).removeprefix('torch.')}: only real ones can be"
     if not held(weight):
         return "its weight is not among the optimizer's parameters; give it to the optimizer"
     others = [owner for owner in owners[id(weight)] if owner != f"{name}.weight".lstrip(".")]

@@ -1,0 +1,87 @@
+"""torch.optim.NAdam: Adam with Nesterov's momentum, whose coefficient has a schedule of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from dualform.optimizers.family import Family, Transition, Whole, number, same_names, seen
+
+
+class NAdamSettings(NamedTuple):
+    """What NAdam's step depends on; `nth` is the parameter's own count of steps, from 1, and
+    `mu_product` the product of its momentum coefficients up to this step, as rounded by torch."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    momentum_decay: float
+    maximize: bool
+    decoupled: bool
+    mu_product: float
+    nth: int
+
+
+class NAdam(Family):
+    """NAdam (Dozat, 2016), with coupled or decoupled weight decay."""
+
+    name = "nadam"
+    settings_type = NAdamSettings
+    buffers = same_names("exp_avg", "exp_avg_sq")
+    momentum = "exp_avg"
+    scalars = ("mu_product",)
+
+    def owns(self, kind: type[torch.optim.Optimizer]) -> bool:
+        return issubclass(kind, torch.optim.NAdam)
+
+    def read(
+        self, group: Mapping[str, Any], nth: int, dtype: torch.dtype, state: Mapping[str, Any]
+    ) -> NAdamSettings:
+        beta1, decay = number(group["betas"][0]), number(group["momentum_decay"])
+        before = state.get("mu_product", torch.ones((), dtype=torch.get_default_dtype()))
+        return NAdamSettings(
+            number(group["lr"]),
+            beta1,
+            number(group["betas"][1]),
+            number(group["eps"]),
+            number(group["weight_decay"]),
+            decay,
+            bool(group["maximize"]),
+            bool(group.get("decoupled_weight_decay", False)),
+            number(before * _mu(beta1, decay, nth)),
+            nth,
+        )
+
+    def follows_whole(self, settings: NAdamSettings) -> bool:
+        return settings.weight_decay != 0 and not settings.decoupled
+
+    def transition(
+        self, settings: NAdamSettings, first: bool, whole: Whole, gradient: torch.Tensor
+    ) -> Transition:
+        lr, beta1, beta2, eps, decay, momentum_decay, maximize, decoupled, product, nth = settings
+        coupled = 0.0 if decoupled else decay
+        sign = -1.0 if maximize else 1.0
+        own = seen(gradient, maximize, coupled, whole)
+        second = whole["exp_avg_sq"].mul_(beta2).addcmul_(own, own, value=1 - beta2)
+        per_unit = second.div(1 - beta2**nth).sqrt_().add_(eps).reciprocal_()
+        mu = _mu(beta1, momentum_decay, nth)
+        mu_next = _mu(beta1, momentum_decay, nth + 1)
+        of_gradient = per_unit * (-lr * (1 - mu) / (1 - product))
+        of_momentum = per_unit.mul_(-lr * mu_next / (1 - product * mu_next))
+        return Transition(
+            mm=beta1,
+            mw=(1 - beta1) * coupled,
+            mg=(1 - beta1) * sign,
+            ww=1 - lr * decay if decoupled else 1 + coupled * of_gradient if coupled else 1.0,
+            wm=of_momentum,
+            wg=of_gradient * sign,
+        )
+
+
+def _mu(beta1: float, decay: float, nth: int) -> float:
+    """The momentum coefficient of a step."""
+    return beta1 * (1 - 0.5 * float(0.96 ** (nth * decay)))

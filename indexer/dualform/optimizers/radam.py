@@ -1,0 +1,85 @@
+"""torch.optim.RAdam: Adam that steps by momentum alone until its second moment can be trusted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from dualform.optimizers.family import Family, Transition, Whole, number, same_names, seen
+
+
+class RAdamSettings(NamedTuple):
+    """What RAdam's step depends on; `nth` is the parameter's own count of steps, from 1."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    maximize: bool
+    decoupled: bool
+    nth: int
+
+
+class RAdam(Family):
+    """RAdam (Liu et al., 2020), with coupled or decoupled weight decay."""
+
+    name = "radam"
+    settings_type = RAdamSettings
+    buffers = same_names("exp_avg", "exp_avg_sq")
+    momentum = "exp_avg"
+
+    def owns(self, kind: type[torch.optim.Optimizer]) -> bool:
+        return issubclass(kind, torch.optim.RAdam)
+
+    def read(
+        self, group: Mapping[str, Any], nth: int, dtype: torch.dtype, state: Mapping[str, Any]
+    ) -> RAdamSettings:
+        return RAdamSettings(
+            number(group["lr"]),
+            number(group["betas"][0]),
+            number(group["betas"][1]),
+            number(group["eps"]),
+            number(group["weight_decay"]),
+            bool(group["maximize"]),
+            bool(group.get("decoupled_weight_decay", False)),
+            nth,
+        )
+
+    def follows_whole(self, settings: RAdamSettings) -> bool:
+        return settings.weight_decay != 0 and not settings.decoupled
+
+    def transition(
+        self, settings: RAdamSettings, first: bool, whole: Whole, gradient: torch.Tensor
+    ) -> Transition:
+        lr, beta1, beta2, eps, decay, maximize, decoupled, nth = settings
+        coupled = 0.0 if decoupled else decay
+        sign = -1.0 if maximize else 1.0
+        own = seen(gradient, maximize, coupled, whole)
+        second = whole["exp_avg_sq"].mul_(beta2).addcmul_(own, own, value=1 - beta2)
+        step_size = lr / (1 - beta1**nth)
+        rectified = _rectified(beta2, nth)
+        wm: float | torch.Tensor = -step_size
+        if rectified is not None:
+            factor = -step_size * rectified * (1 - beta2**nth) ** 0.5
+            wm = second.sqrt().add_(eps).reciprocal_().mul_(factor)
+        return Transition(
+            mm=beta1,
+            mw=(1 - beta1) * coupled,
+            mg=(1 - beta1) * sign,
+            ww=1 - lr * decay if decoupled else 1.0,
+            wm=wm,
+            wg=0.0,
+        )
+
+
+def _rectified(beta2: float, nth: int) -> float | None:
+    """The variance's rectification; None while the second moment is not used (section 3.2)."""
+    longest = 2 / (1 - beta2) - 1
+    length = longest - 2 * nth * beta2**nth / (1 - beta2**nth)
+    if length <= 5:
+        return None
+    above = (length - 4) * (length - 2) * longest
+    return float((above / ((longest - 4) * (longest - 2) * length)) ** 0.5)
