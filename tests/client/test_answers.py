@@ -12,7 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from dualform.client import AsyncClient, Client, Coverage, InvalidArgumentError, parse_filter
+from dualform.client import (
+    AsyncClient,
+    Client,
+    Coverage,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    parse_filter,
+)
 
 from .memory import D_IN, D_OUT, LR, ROWS, Memory
 
@@ -359,7 +366,7 @@ def test_without_pandas_the_message_says_so(
         return real(name, *rest, **named)
 
     monkeypatch.setattr(builtins, "__import__", blocked)
-    with pytest.raises(ImportError, match="pip install pandas"):
+    with pytest.raises(FailedPreconditionError, match="pip install pandas"):
         hits.to_pandas()
 
 

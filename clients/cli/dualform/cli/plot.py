@@ -8,8 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dualform.cli.connection import add_connection, open_client
 from dualform.cli.errors import CommandError
-from dualform.cli.query import open_client, read_queries
+from dualform.cli.query import read_queries
 
 if TYPE_CHECKING:
     import numpy as np
@@ -73,10 +74,7 @@ def _figure(
     parser: argparse.ArgumentParser = kinds.add_parser(
         name, allow_abbrev=False, help=what, description=f"{what[0].upper()}{what[1:]}."
     )
-    asked = parser.add_mutually_exclusive_group(required=True)
-    asked.add_argument("--server", metavar="HOST:PORT", help="ask a server")
-    asked.add_argument("--local", type=Path, metavar="INDEX", help="ask an index on disk")
-    parser.add_argument("--index", metavar="NAME", help="which one, where several are served")
+    add_connection(parser)
     parser.add_argument(
         "--layer",
         required=True,

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dualform.cli.connection import add_connection, open_client
 from dualform.cli.errors import CommandError
 from dualform.cli.output import Progress, cell, print_json, print_table
 
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from dualform.client import ChosenPlan, Client, Coverage, SumsResult
+    from dualform.client import ChosenPlan, Coverage, SumsResult
 
 
 def add_to(commands: Any) -> None:
@@ -67,10 +68,7 @@ def _question(kinds: Any, name: str, run: Any, what: str) -> argparse.ArgumentPa
     parser: argparse.ArgumentParser = kinds.add_parser(
         name, allow_abbrev=False, help=what, description=f"{what[0].upper()}{what[1:]}."
     )
-    where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--server", metavar="HOST:PORT", help="ask a server")
-    where.add_argument("--local", type=Path, metavar="INDEX", help="ask an index on disk")
-    parser.add_argument("--index", metavar="NAME", help="which one, where several are served")
+    add_connection(parser)
     parser.add_argument("--layer", required=True, metavar="L", help="as in model.named_modules()")
     parser.add_argument(
         "--query", required=True, type=Path, metavar="q.npy", help="float32 [n, d_in]"
@@ -117,20 +115,6 @@ def read_queries(path: Path) -> npt.NDArray[np.float32]:
         hint = "; save queries.reshape(1, -1) for a single query" if queries.ndim == 1 else ""
         raise CommandError(f"{path} has shape {list(queries.shape)}; [n, d_in] is needed{hint}")
     return queries
-
-
-def open_client(options: argparse.Namespace) -> Client:
-    """A client for `--server` or `--local`."""
-    if options.local is None:
-        from dualform.client import Client
-
-        return Client(options.server)
-    from dualform.serve import policy
-
-    policy.apply()
-    from dualform.client import Client
-
-    return Client.local(options.local)
 
 
 def _top_k(options: argparse.Namespace) -> int:

@@ -33,6 +33,7 @@ from dualform.client._results import (
 from dualform.client._retry import Retry
 from dualform.client._sync import Client
 from dualform.client.errors import (
+    CallError,
     CancelledError,
     DataLossError,
     DeadlineExceededError,
@@ -41,14 +42,18 @@ from dualform.client.errors import (
     InternalError,
     InvalidArgumentError,
     NotFoundError,
+    PermissionDeniedError,
     ResourceExhaustedError,
+    UnauthenticatedError,
     UnavailableError,
     UnimplementedError,
+    UnknownColumnError,
 )
 from dualform.v1.attribution_pb2 import Filter
 
 __all__ = [
     "AsyncClient",
+    "CallError",
     "CancelledError",
     "ChosenPlan",
     "Client",
@@ -67,13 +72,16 @@ __all__ = [
     "InvalidArgumentError",
     "LayerInfo",
     "NotFoundError",
+    "PermissionDeniedError",
     "ResourceExhaustedError",
     "Retry",
     "ServerLimits",
     "SumsResult",
     "TopKResult",
+    "UnauthenticatedError",
     "UnavailableError",
     "UnimplementedError",
+    "UnknownColumnError",
     "WeightsChunk",
     "capture_queries",
     "dual_form",

@@ -172,6 +172,45 @@ def int64(value: object, field: str) -> int:
     return number
 
 
+def flag(value: object, field: str) -> bool:
+    """`value` as a bool.
+
+    Raises:
+        InvalidArgumentError: Anything but True and False: "no" would be true.
+    """
+    if not isinstance(value, (bool, np.bool_)):
+        raise InvalidArgumentError(
+            f"{field}={value!r} is of type {type(value).__name__}; True or False is needed",
+            field=field,
+        )
+    return bool(value)
+
+
+def patterns_of(layers: object) -> list[str]:
+    """`layers=` as a list of names and glob patterns.
+
+    Raises:
+        InvalidArgumentError: Neither a str nor an iterable of them.
+    """
+    if isinstance(layers, str):
+        return [layers]
+    if isinstance(layers, bytes) or not isinstance(layers, Iterable):
+        raise InvalidArgumentError(
+            f"layers={layers!r} is of type {type(layers).__name__}; names or patterns as in "
+            "model.named_modules() are needed, such as ['0', 'blocks.*']",
+            field="layers",
+        )
+    patterns = list(layers)
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise InvalidArgumentError(
+                f"layers holds {pattern!r}; names as in model.named_modules() are needed, such as "
+                f"{str(pattern)!r}",
+                field="layers",
+            )
+    return patterns
+
+
 def text(value: object, field: str) -> str:
     """`value` as a str that can travel.
 

@@ -16,6 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+from dualform.client._calls import checked_calls
+from dualform.client._connection import Tls, connection_of
 from dualform.client._info import IndexInfo, IndexSummary
 from dualform.client._local import AsyncLocalTransport
 from dualform.client._questions import Pause, Plan, Questions
@@ -35,11 +37,15 @@ from dualform.v1.attribution_pb2 import Filter
 T = TypeVar("T")
 
 
+@checked_calls
 class AsyncClient:
-    """`Client` for asyncio: same arguments, same answers, same errors; belongs to one event loop.
+    """`Client` for asyncio: same arguments, same answers, same errors.
+
+    May be used from any number of event loops, one after the other or in several threads: each gets
+    a connection of its own.
 
     Args:
-        server, retry, timeout: As for `Client`.
+        server, tls, certificate, key, token, retry, timeout: As for `Client`.
 
     Example:
         >>> async with AsyncClient("localhost:50051") as client:
@@ -49,9 +55,18 @@ class AsyncClient:
     _closed: bool
 
     def __init__(
-        self, server: str, *, retry: Retry | None = DEFAULT_RETRY, timeout: float | None = 60.0
+        self,
+        server: str,
+        *,
+        tls: Tls = False,
+        certificate: str | Path | None = None,
+        key: str | Path | None = None,
+        token: str | None = None,
+        retry: Retry | None = DEFAULT_RETRY,
+        timeout: float | None = 60.0,
     ) -> None:
-        self._start(AsyncGrpcTransport(server), Questions(retry, timeout))
+        connection = connection_of(server, tls, certificate, key, token)
+        self._start(AsyncGrpcTransport(connection), Questions(retry, timeout))
 
     @classmethod
     def local(

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from dualform.client._arrays import patterns_of
+from dualform.client._calls import checked_call
 from dualform.client.errors import FailedPreconditionError, InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 Queries = dict[str, npt.NDArray[np.float32]]
 
 
+@checked_call
 def capture_queries(
     model: torch.nn.Module,
     *inputs: Any,
@@ -95,7 +98,7 @@ def _selected(
             del linear[f"{name}.{part}" if name else part]
     if layers is None:
         return linear
-    patterns = [layers] if isinstance(layers, str) else list(layers)
+    patterns = patterns_of(layers)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in linear):
             raise InvalidArgumentError(

@@ -7,10 +7,11 @@ from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from dualform.client._arrays import int64
+from dualform.client._arrays import int64, patterns_of
+from dualform.client._calls import checked_call
 from dualform.client._info import IndexInfo, LayerInfo
 from dualform.client._sync import Client
-from dualform.client.errors import FailedPreconditionError, InvalidArgumentError
+from dualform.client.errors import CallError, FailedPreconditionError, InvalidArgumentError
 from dualform.v1.attribution_pb2 import Filter
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     Forward = Callable[[torch.Tensor], torch.Tensor]
 
 
+@checked_call
 @contextmanager
 def dual_form(
     model: torch.nn.Module,
@@ -54,7 +56,7 @@ def dual_form(
         float32 [..., d_out] on the input's device.
 
     Raises:
-        TypeError: The client is no `Client`; an AsyncClient can't answer inside a forward.
+        CallError: The client is no `Client`; an AsyncClient can't answer inside a forward.
         InvalidArgumentError: No module; compiled; a layer that index or model lack, or whose shape
             differs; a wrong filter or step; in the forward an input that is not finite.
         FailedPreconditionError: The index has no values, or a layer no exact dual form up to that
@@ -65,9 +67,10 @@ def dual_form(
         ...     predictions = model(images).argmax(-1)
     """
     if not isinstance(client, Client):
-        raise TypeError(
+        raise CallError(
             f"client is of type {type(client).__name__}; dual_form asks in the middle of a forward "
-            'and needs a Client: Client("HOST:PORT") or Client.local(PATH)'
+            'and needs a Client: Client("HOST:PORT") or Client.local(PATH)',
+            field="client",
         )
     _check_model(model)
     info = client.index(index, timeout=timeout)
@@ -181,7 +184,7 @@ def _chosen(
                 field="model",
             )
     else:
-        patterns = [layers] if isinstance(layers, str) else list(layers)
+        patterns = patterns_of(layers)
         if not patterns:
             raise InvalidArgumentError(
                 "layers=[] names none; None takes all that the model has", field="layers"
@@ -192,12 +195,6 @@ def _chosen(
 
 def _matching(info: IndexInfo, patterns: Sequence[str]) -> list[str]:
     for pattern in patterns:
-        if not isinstance(pattern, str):
-            raise InvalidArgumentError(
-                f"layers holds {pattern!r}; names as in model.named_modules() are needed, such as "
-                f"{str(pattern)!r}",
-                field="layers",
-            )
         if not any(fnmatchcase(name, pattern) for name in info.layers):
             raise InvalidArgumentError(
                 f"layers: {pattern!r} matches no layer of the index; there are: "

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from dualform.client._arrays import text as valid_text
 from dualform.client._arrays import value_of
+from dualform.client._calls import checked_call
 from dualform.client.errors import InvalidArgumentError
 from dualform.v1.attribution_pb2 import (
     OPERATOR_EQ,
@@ -91,6 +92,7 @@ def where_of(where: str | Filter | None) -> Where:
     )
 
 
+@checked_call
 def parse_filter(text: str) -> Filter:
     """Parses a filter.
 

@@ -2,12 +2,15 @@
 
 The engine is imported when the first index is opened; it scans with torch alone and leaves the
 process's thread settings as they are.
+
+A forked process opens the index anew, for locks and files are its parent's, where it may use torch.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
+import os
 import re
 import threading
 import time
@@ -18,6 +21,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
+from dualform.client._fork import use_torch
 from dualform.client.errors import (
     DeadlineExceededError,
     DualformError,
@@ -39,33 +43,50 @@ class LocalTransport:
     """
 
     def __init__(self, path: str | Path, device: str) -> None:
+        if not isinstance(path, (str, Path)):
+            raise InvalidArgumentError(
+                f"path={path!r} is of type {type(path).__name__}; an index's folder is needed",
+                field="path",
+            )
         where = Path(path)
         if not where.is_dir():
             raise NotFoundError(
                 f"there is no index at {where}; `dualform index build RECORDING {where}` makes one",
                 field="path",
             )
-        if device not in ("auto", "cpu", "cuda"):
+        if not isinstance(device, str) or device not in ("auto", "cpu", "cuda"):
             raise InvalidArgumentError(
                 f"device={device!r} is none of 'auto', 'cpu', 'cuda'", field="device"
             )
         try:
-            from dualform.engine.messages.catalog import Catalog
+            import dualform.engine.messages.catalog  # noqa: F401 (here, where it can be missing)
         except ImportError as error:
             raise FailedPreconditionError(
                 f"a local index needs the engine ({error}): pip install 'dualform[cpu]', or ask a "
                 'server with Client("HOST:PORT")',
                 reason="NOT_INSTALLED",
             ) from error
+        self._path, self._device = where, device
+        self._open()
+
+    def _open(self) -> None:
+        from dualform.engine.messages.catalog import Catalog
+
+        use_torch()
+        path = self._path
         try:
-            self._catalog: Any = Catalog({_name_of(where): where}, device=device, use_faiss=False)
+            self._catalog: Any = Catalog(
+                {_name_of(path): path}, device=self._device, use_faiss=False
+            )
         except Exception as error:
             raise _error_of(error) from error
+        self._process = os.getpid()
         self._answering = 0
         self._changed = threading.Condition()
 
     def call(self, request: Message, timeout: float | None, given_up: Any = None) -> Any:
         waiting = _Waiting(timeout, given_up)
+        self._check_process()
         with self._working(waiting):
             return self._catalog.answer(request, stop=waiting.stop)
 
@@ -73,6 +94,7 @@ class LocalTransport:
         self, request: Message, timeout: float | None, given_up: Any = None
     ) -> Generator[Any, None, None]:
         waiting = _Waiting(timeout, given_up)
+        self._check_process()
         with self._working(waiting):
             parts = self._catalog.stream(request, stop=waiting.stop)
         while True:
@@ -101,7 +123,14 @@ class LocalTransport:
                 self._answering -= 1
                 self._changed.notify_all()
 
+    def _check_process(self) -> None:
+        use_torch()
+        if self._process != os.getpid():
+            self._open()
+
     def close(self) -> None:
+        if self._process != os.getpid():
+            return  # its parent's
         # Files must not go away under a scan, such as one in another thread that was given up.
         with self._changed:
             self._changed.wait_for(lambda: self._answering == 0)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from dualform.client._arrays import int64, query_matrix, tensor_of, text, values_of
+from dualform.client._arrays import flag, int64, query_matrix, tensor_of, text, values_of
 from dualform.client._filters import Where, where_of
 from dualform.client._info import (
     IndexInfo,
@@ -38,7 +38,7 @@ from dualform.client._results import (
     sums_of,
     top_k_of,
 )
-from dualform.client._retry import Deadline, Retry
+from dualform.client._retry import Deadline, Retry, may_help
 from dualform.client.errors import (
     InvalidArgumentError,
     ResourceExhaustedError,
@@ -135,7 +135,7 @@ class Questions:
             at_step=_optional(at_step, "at_step"),
             distinct=_name(distinct, "distinct"),
             strategy=_choice(strategy, STRATEGIES, "strategy"),
-            explain_plan=bool(explain_plan),
+            explain_plan=flag(explain_plan, "explain_plan"),
         )
         return (yield from self._batches(request, restriction, queries, timeout, top_k_of))
 
@@ -162,11 +162,11 @@ class Questions:
             index=_name(index, "index"),
             layer=_layer(layer),
             group_by=_name(group_by, "group_by"),
-            absolute=bool(absolute),
+            absolute=flag(absolute, "absolute"),
             where=restriction.filter,
             bins=None if bins is None else _edges(bins),
             strategy=_choice(strategy, STRATEGIES, "strategy"),
-            explain_plan=bool(explain_plan),
+            explain_plan=flag(explain_plan, "explain_plan"),
         )
         return (yield from self._batches(request, restriction, queries, timeout, sums_of))
 
@@ -226,7 +226,7 @@ class Questions:
             at_step=_optional(at_step, "at_step"),
             group_by=_name(group_by, "group_by"),
             strategy=_choice(strategy, STRATEGIES, "strategy"),
-            explain_plan=bool(explain_plan),
+            explain_plan=flag(explain_plan, "explain_plan"),
         )
         return (yield from self._batches(request, restriction, queries, timeout, dual_output_of))
 
@@ -257,8 +257,8 @@ class Questions:
             k=0 if k is None else int64(k, "k"),
             order=_choice(order, _ORDERS, "order"),
             group_by=_name(group_by, "group_by"),
-            absolute=bool(absolute),
-            output=bool(output),
+            absolute=flag(absolute, "absolute"),
+            output=flag(output, "output"),
         )
         left = {_layer(layer): query_matrix(own) for layer, own in queries.items()}
         limits = yield from self._known_limits(deadline)
@@ -362,13 +362,18 @@ class Questions:
             tries += 1
             try:
                 return (yield Send(request, deadline.remaining()))
-            except UnavailableError as error:
-                pause = next(pauses, None)
+            except (UnavailableError, ResourceExhaustedError) as error:
+                pause = next(pauses, None) if may_help(error) else None
+                if pause is not None:
+                    pause += error.retry_after or 0.0
                 if pause is None or not deadline.allows(pause):
                     if tries == 1:
                         raise
-                    raise UnavailableError(
-                        f"{error} ({tries} tries)", reason=error.reason, field=error.field
+                    raise type(error)(
+                        f"{error} ({tries} tries)",
+                        reason=error.reason,
+                        field=error.field,
+                        retry_after=error.retry_after,
                     ) from None
             yield Pause(pause)
 

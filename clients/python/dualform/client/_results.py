@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dualform.client._arrays import array_of, column_of, groups_of
-from dualform.client.errors import FailedPreconditionError, InternalError
+from dualform.client.errors import FailedPreconditionError, InternalError, UnknownColumnError
 from dualform.v1 import attribution_pb2 as pb
 
 if TYPE_CHECKING:
@@ -76,8 +76,10 @@ class TopKResult:
     plan: ChosenPlan | None = None
 
     def __getitem__(self, column: str) -> npt.NDArray[Any]:
-        if column not in self.columns:
-            raise KeyError(f"no metadata column {column!r}; there are {sorted(self.columns)}")
+        if not isinstance(column, str) or column not in self.columns:
+            raise UnknownColumnError(
+                f"no metadata column {column!r}; there are {sorted(self.columns)}"
+            )
         return self.columns[column]
 
     def to_pandas(self) -> pd.DataFrame:
@@ -87,7 +89,7 @@ class TopKResult:
         behind its name. With `group_by` a line's group is its value in that column.
 
         Raises:
-            ImportError: pandas is not installed.
+            FailedPreconditionError: pandas is not installed.
         """
         pandas = _pandas()
         hit = self.rows >= 0
@@ -131,7 +133,7 @@ class SumsResult:
         """A line per query, a column per group.
 
         Raises:
-            ImportError: pandas is not installed.
+            FailedPreconditionError: pandas is not installed.
         """
         pandas = _pandas()
         return pandas.DataFrame(
@@ -203,7 +205,7 @@ class DualOutputResult:
         """A line per query (with `group_by`: per query and group), a column per output unit.
 
         Raises:
-            ImportError: pandas is not installed.
+            FailedPreconditionError: pandas is not installed.
         """
         pandas = _pandas()
         units = pandas.RangeIndex(self.values.shape[-1], name="unit")
@@ -371,7 +373,8 @@ def _pandas() -> Any:
     try:
         import pandas
     except ImportError:
-        raise ImportError(
-            "to_pandas() needs pandas: pip install pandas (the arrays are there without it)"
+        raise FailedPreconditionError(
+            "to_pandas() needs pandas: pip install pandas (the arrays are there without it)",
+            reason="NOT_INSTALLED",
         ) from None
     return pandas

@@ -7,17 +7,28 @@ import random
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from numbers import Real
+from numbers import Integral, Real
 
-from dualform.client.errors import DeadlineExceededError, InvalidArgumentError
+from dualform.client.errors import (
+    DeadlineExceededError,
+    DualformError,
+    InvalidArgumentError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
+
+# The reason of an UNAVAILABLE that trying again can't mend: certificates and protocols disagree.
+TLS_REFUSED = "TLS_REFUSED"
 
 
 @dataclass(frozen=True)
 class Retry:
-    """Retries after UNAVAILABLE, and after nothing else.
+    """Retries after UNAVAILABLE, and after RESOURCE_EXHAUSTED where the server says when to return.
 
-    The pause before try i is uniformly random up to min(maximum, initial * multiplier**i), and
-    never reaches beyond the call's deadline. `Client(server, retry=None)` turns retries off;
+    The pause before try i is uniformly random up to min(maximum, initial * multiplier**i), on top
+    of what the server asks for (google.rpc.RetryInfo), and never reaches beyond the call's
+    deadline: a call that would have to wait longer fails at once. All questions only read, so none
+    is harmed by being asked twice. `Client(server, retry=None)` turns retries off;
     `Client(server, retry=Retry(attempts=20))` waits longer for a server that is starting.
 
     Args:
@@ -33,6 +44,15 @@ class Retry:
     multiplier: float = 2.0
 
     def __post_init__(self) -> None:
+        for name in ("attempts", "initial", "maximum", "multiplier"):
+            value = getattr(self, name)
+            kind = Integral if name == "attempts" else Real
+            if isinstance(value, bool) or not isinstance(value, kind) or not math.isfinite(value):
+                raise InvalidArgumentError(
+                    f"Retry({name}={value!r}): {'an int' if kind is Integral else 'a number'} is "
+                    "needed",
+                    field=name,
+                )
         if self.attempts < 1:
             raise InvalidArgumentError(
                 f"Retry(attempts={self.attempts}): at least 1 try is needed; retry=None means "
@@ -50,6 +70,13 @@ class Retry:
         for _ in range(self.attempts - 1):
             yield _RANDOM.uniform(0.0, longest)
             longest = min(self.maximum, longest * self.multiplier)
+
+
+def may_help(error: DualformError) -> bool:
+    """Whether the same question may be answered a little later."""
+    if isinstance(error, UnavailableError):
+        return error.reason != TLS_REFUSED
+    return isinstance(error, ResourceExhaustedError) and error.retry_after is not None
 
 
 class Deadline:
@@ -92,5 +119,5 @@ class Deadline:
 
 DEFAULT_RETRY = Retry()
 
-# Of our own: seeds and draws of the user's program stay untouched.
-_RANDOM = random.Random()
+# The system's: the user's seeds and draws stay untouched, and processes forked from one differ.
+_RANDOM = random.SystemRandom()

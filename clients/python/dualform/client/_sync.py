@@ -9,6 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+from dualform.client._calls import checked_calls
+from dualform.client._connection import Tls, connection_of
 from dualform.client._info import IndexInfo, IndexSummary
 from dualform.client._local import LocalTransport
 from dualform.client._questions import Pause, Plan, Questions
@@ -28,8 +30,12 @@ from dualform.v1.attribution_pb2 import Filter
 T = TypeVar("T")
 
 
+@checked_calls
 class Client:
-    """Asks a server, or with `Client.local` an index on disk; safe to use from several threads.
+    """Asks a server, or with `Client.local` an index on disk.
+
+    Safe to use from several threads, and in processes forked after it was made: a forked process
+    opens a connection of its own. What a local index needs there: `Client.local`.
 
     Every question takes `index=` (needed only where several are served) and `timeout=`: seconds
     for the whole call, retries and parts of a large batch included; None means the client's own,
@@ -37,11 +43,18 @@ class Client:
 
     Args:
         server: "HOST:PORT".
-        retry: When to try again after UNAVAILABLE; None turns retries off.
+        tls: True encrypts and trusts the authorities that gRPC does; the path of a file of
+            certificates (PEM) trusts those in it instead.
+        certificate: This client's own (a PEM file), where the server asks for one; needs `key`.
+        key: The key of `certificate` (a PEM file).
+        token: What the server knows the caller by; None takes DUALFORM_TOKEN from the environment,
+            "" sends none. Beyond this machine only with `tls`.
+        retry: When to try again; None turns retries off.
         timeout: Seconds per call unless the call says otherwise; None for no limit.
 
     Raises:
-        InvalidArgumentError: `server` is no address.
+        InvalidArgumentError: `server` is no address; files of `tls`, `certificate` or `key` that
+            can't be read; a token that would travel in the clear.
 
     Example:
         >>> with Client("localhost:50051") as client:
@@ -51,9 +64,18 @@ class Client:
     _closed: bool
 
     def __init__(
-        self, server: str, *, retry: Retry | None = DEFAULT_RETRY, timeout: float | None = 60.0
+        self,
+        server: str,
+        *,
+        tls: Tls = False,
+        certificate: str | Path | None = None,
+        key: str | Path | None = None,
+        token: str | None = None,
+        retry: Retry | None = DEFAULT_RETRY,
+        timeout: float | None = 60.0,
     ) -> None:
-        self._start(GrpcTransport(server), Questions(retry, timeout))
+        connection = connection_of(server, tls, certificate, key, token)
+        self._start(GrpcTransport(connection), Questions(retry, timeout))
 
     @classmethod
     def local(

@@ -5,15 +5,27 @@ One small seam: everything above it is the same for all three.
 
 from __future__ import annotations
 
+import asyncio
+import os
 import re
+import threading
 from collections.abc import AsyncGenerator, Generator
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import grpc
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
-from dualform.client.errors import DualformError, InvalidArgumentError, error_from_code
+from dualform.client._connection import TOKEN, Connection
+from dualform.client._fork import use_asyncio
+from dualform.client._retry import TLS_REFUSED
+from dualform.client.errors import (
+    DualformError,
+    FailedPreconditionError,
+    InternalError,
+    error_from_code,
+)
 from dualform.v1 import attribution_pb2 as pb
 from dualform.v1.attribution_pb2_grpc import AttributionServiceStub
 
@@ -21,16 +33,6 @@ _METHODS = {
     method.input_type.full_name: method.name
     for method in pb.DESCRIPTOR.services_by_name["AttributionService"].methods
 }
-_OPTIONS = (
-    # What the server sends, the server has bounded.
-    ("grpc.max_receive_message_length", -1),
-    ("grpc.max_send_message_length", -1),
-    # Retries are the client's own: they can be seen, set and turned off.
-    ("grpc.enable_retries", 0),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1000),
-)
 
 
 class Transport(Protocol):
@@ -60,65 +62,118 @@ class AsyncTransport(Protocol):
 
 
 class GrpcTransport:
-    """A blocking channel; safe to use from several threads."""
+    """A blocking channel; safe to use from several threads, and in a child after a fork.
 
-    def __init__(self, server: str) -> None:
-        self._server = checked_address(server)
-        self._channel = grpc.insecure_channel(server, options=_OPTIONS)
-        self._stub = _stub(self._channel)
+    A child opens a channel of its own: two processes on one socket would read each other's answers.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._inherited: list[Any] = []
+        self._open()
 
     def call(self, request: Message, timeout: float | None) -> Any:
         try:
-            return getattr(self._stub, method_of(request))(request, timeout=timeout)
+            return self._method(request)(
+                request, timeout=timeout, metadata=self._connection.metadata
+            )
         except grpc.RpcError as error:
-            raise error_of(error, self._server) from None
+            raise error_of(error, self._connection) from None
+        except ValueError as error:  # its channel was closed meanwhile
+            raise closed_meanwhile(error) from None
 
     def stream(self, request: Message, timeout: float | None) -> Generator[Any, None, None]:
-        call = getattr(self._stub, method_of(request))(request, timeout=timeout)
+        try:
+            call = self._method(request)(
+                request, timeout=timeout, metadata=self._connection.metadata
+            )
+        except ValueError as error:
+            raise closed_meanwhile(error) from None
         try:
             yield from call
         except grpc.RpcError as error:
-            raise error_of(error, self._server) from None
+            raise error_of(error, self._connection) from None
         finally:
             call.cancel()
 
     def close(self) -> None:
         self._channel.close()
 
+    def _open(self) -> None:
+        self._process = os.getpid()
+        self._channel = self._connection.channel()
+        self._stub = _stub(self._channel)
+
+    def _method(self, request: Message) -> Any:
+        if self._process != os.getpid():
+            # Kept: closing it would say good-bye on the parent's socket.
+            self._inherited.append((self._channel, self._stub))
+            self._open()
+        return getattr(self._stub, method_of(request))
+
 
 class AsyncGrpcTransport:
-    """An asyncio channel, opened by the first call, in its event loop."""
+    """A channel for each event loop that asks, opened by its first call.
 
-    def __init__(self, server: str) -> None:
-        self._server = checked_address(server)
-        self._channel: Any = None
-        self._stub: Any = None
+    Loops may come one after the other (`asyncio.run` twice) or run in several threads at once.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._inherited: list[Any] = []
+        self._start()
 
     async def call(self, request: Message, timeout: float | None) -> Any:
         try:
-            return await self._method(request)(request, timeout=timeout)
+            return await self._method(request)(
+                request, timeout=timeout, metadata=self._connection.metadata
+            )
         except grpc.RpcError as error:
-            raise error_of(error, self._server) from None
+            raise error_of(error, self._connection) from None
+        except grpc.aio.UsageError as error:
+            raise closed_meanwhile(error) from None
 
     async def stream(self, request: Message, timeout: float | None) -> AsyncGenerator[Any, None]:
-        call = self._method(request)(request, timeout=timeout)
+        try:
+            call = self._method(request)(
+                request, timeout=timeout, metadata=self._connection.metadata
+            )
+        except grpc.aio.UsageError as error:
+            raise closed_meanwhile(error) from None
         try:
             async for message in call:
                 yield message
         except grpc.RpcError as error:
-            raise error_of(error, self._server) from None
+            raise error_of(error, self._connection) from None
         finally:
             call.cancel()
 
-    def _method(self, request: Message) -> Any:
-        if self._channel is None:
-            self._channel = grpc.aio.insecure_channel(self._server, options=_OPTIONS)
-            self._stub = _stub(self._channel)
-        return getattr(self._stub, method_of(request))
-
     async def close(self) -> None:
-        if self._channel is not None:
-            await self._channel.close()
+        with self._lock:
+            own = self._of_loop.pop(asyncio.get_running_loop(), None)
+            self._of_loop.clear()
+        if own is not None:
+            await own[0].close()
+        # Other loops' channels close once nobody holds them: when their running calls are done.
+
+    def _start(self) -> None:
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+        self._of_loop: dict[asyncio.AbstractEventLoop, tuple[Any, Any]] = {}
+
+    def _method(self, request: Message) -> Any:
+        use_asyncio()
+        loop = asyncio.get_running_loop()
+        if self._process != os.getpid():
+            self._inherited.append(self._of_loop)
+            self._start()
+        with self._lock:
+            for other in [other for other in self._of_loop if other.is_closed()]:
+                del self._of_loop[other]
+            if loop not in self._of_loop:
+                channel = self._connection.channel_of_loop()
+                self._of_loop[loop] = (channel, _stub(channel))
+            return getattr(self._of_loop[loop][1], method_of(request))
 
 
 def method_of(request: Message) -> str:
@@ -126,36 +181,68 @@ def method_of(request: Message) -> str:
     return _METHODS[request.DESCRIPTOR.full_name]
 
 
-def checked_address(server: str) -> str:
-    """`server`, if it can be one.
-
-    Raises:
-        InvalidArgumentError: No port (gRPC would take 443), or a URL.
-    """
-    if not isinstance(server, str) or not re.fullmatch(
-        r"(?!https?:)((unix|unix-abstract|dns|ipv4|ipv6|xds|vsock):.+|.+:\d{1,5})", server
-    ):
-        raise InvalidArgumentError(
-            f"server={server!r} is no address; HOST:PORT is needed, such as localhost:50051",
-            field="server",
-        )
-    return server
-
-
-def error_of(error: Any, server: str) -> DualformError:
-    """A failed call as one of our errors, with the server's reason and field if it sent them."""
+def error_of(error: Any, connection: Connection) -> DualformError:
+    """A failed call as one of our errors, with what the server sent along, if it did."""
     code = error.code().name
     message = error.details() or code
-    reason = field = None
+    sent = _Details()
     for key, value in error.trailing_metadata() or ():
         if key == "grpc-status-details-bin":
-            reason, field = _details(value)
+            sent = _details(value)
+    reason = sent.reason
     if code == "UNAVAILABLE" and reason is None:
-        message = (
-            f"no server answers at {server} ({message}); is `dualform serve` running there, and "
-            "is the address right?"
+        message, reason = _unreachable(message, connection)
+    if code == "UNAUTHENTICATED" and reason is None and not connection.metadata:
+        message = f"{message}; give a token: token=, or {TOKEN} in the environment"
+    return error_from_code(
+        code, message, reason=reason, field=sent.field, retry_after=sent.retry_after
+    )
+
+
+def closed_meanwhile(error: Exception) -> DualformError:
+    """A call that met a channel which another thread or task had closed."""
+    if "closed" in str(error):
+        return FailedPreconditionError(
+            "this client was closed while it asked; make a new one", reason="CLOSED"
         )
-    return error_from_code(code, message, reason=reason, field=field)
+    return InternalError(f"{type(error).__name__}: {error}")
+
+
+@dataclass(frozen=True)
+class _Details:
+    """What a server sends beside code and message; seconds."""
+
+    reason: str | None = None
+    field: str | None = None
+    retry_after: float | None = None
+
+
+def _unreachable(message: str, connection: Connection) -> tuple[str, str | None]:
+    """Why no server answers, in words, and a reason where trying again can't help."""
+    server, encrypted = connection.server, connection.credentials is not None
+    if encrypted and re.search("CERTIFICATE_VERIFY_FAILED|[Hh]ostname|[Pp]eer name", message):
+        return (
+            f"the certificate of {server} is not trusted ({message}); name the authority that "
+            "signed it, as in tls='ca.pem', and the server as its certificate does",
+            TLS_REFUSED,
+        )
+    if encrypted and re.search("WRONG_VERSION_NUMBER|tls_get_more_records", message):
+        return (
+            f"what answers at {server} does not speak TLS ({message}); leave out tls=, or give the "
+            "server a certificate",
+            TLS_REFUSED,
+        )
+    hints = ["is `dualform serve` running there, and is the address right?"]
+    if encrypted:
+        hints.append("Does the server want a client's certificate (certificate=, key=)?")
+    elif re.search("[Rr]eset|[Ss]ocket closed|GOAWAY|HTTP2|http2", message):
+        hints.append("If it has TLS, say tls=True or tls='ca.pem'.")
+    if connection.proxy is not None:
+        hints.append(
+            f"The call goes through a proxy, {connection.proxy} in the environment; "
+            "no_grpc_proxy=HOST there passes it by."
+        )
+    return f"no server answers at {server} ({message}); {' '.join(hints)}", None
 
 
 def _stub(channel: Any) -> Any:
@@ -163,12 +250,16 @@ def _stub(channel: Any) -> Any:
     return make(channel)
 
 
-def _details(value: bytes) -> tuple[str | None, str | None]:
-    reason = field = None
+def _details(value: bytes) -> _Details:
+    found = _Details()
     for detail in status_pb2.Status.FromString(value).details:
         info, bad = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
+        again = error_details_pb2.RetryInfo()
         if detail.Unpack(info):
-            reason = info.reason
+            found = replace(found, reason=info.reason or None)
         elif detail.Unpack(bad) and bad.field_violations:
-            field = bad.field_violations[0].field
-    return reason or None, field or None
+            found = replace(found, field=bad.field_violations[0].field or None)
+        elif detail.Unpack(again):
+            seconds = again.retry_delay.seconds + again.retry_delay.nanos * 1e-9
+            found = replace(found, retry_after=max(0.0, seconds))
+    return found

@@ -1,0 +1,78 @@
+"""A gRPC server of the test's own: does to each call what the test says, over a real socket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+from google.protobuf import any_pb2
+from google.rpc import error_details_pb2, status_pb2
+
+from dualform.v1 import attribution_pb2 as pb
+from dualform.v1 import attribution_pb2_grpc as rpc
+
+LIMITS = pb.Limits(max_k=100, max_queries=100, max_message_bytes=1 << 20)
+
+
+@contextmanager
+def answering(
+    behave: Callable[[Any], None],
+    *,
+    credentials: Any = None,
+    host: str = "127.0.0.1",
+    options: tuple[tuple[str, int], ...] = (),
+) -> Iterator[str]:
+    """Serves ListIndexes; yields "HOST:PORT".
+
+    Args:
+        behave: Called with each call's context first: it may look at it, or abort.
+        credentials: Of TLS.
+        host: To listen on.
+        options: gRPC's, of the server.
+    """
+
+    class Servicer(rpc.AttributionServiceServicer):  # type: ignore[misc]
+        def ListIndexes(self, request: Any, context: Any) -> Any:
+            behave(context)
+            summary = pb.IndexSummary(name="here", health=pb.HEALTH_SERVING)
+            return pb.ListIndexesResponse(indexes=[summary], limits=LIMITS)
+
+    server = grpc.server(futures.ThreadPoolExecutor(4), options=options)
+    rpc.add_AttributionServiceServicer_to_server(Servicer(), server)
+    listen = f"{host}:0"
+    port = (
+        server.add_insecure_port(listen)
+        if credentials is None
+        else server.add_secure_port(listen, credentials)
+    )
+    server.start()
+    try:
+        yield f"{host}:{port}"
+    finally:
+        server.stop(0).wait()
+
+
+def abort(context: Any, code: grpc.StatusCode, message: str, *details: Any) -> None:
+    """End the call as the server does: with google.rpc details where there are any."""
+    status = status_pb2.Status(code=code.value[0], message=message)
+    for detail in details:
+        packed = any_pb2.Any()
+        packed.Pack(detail)
+        status.details.append(packed)
+    context.set_trailing_metadata((("grpc-status-details-bin", status.SerializeToString()),))
+    context.abort(code, message)
+
+
+def come_back(seconds: float) -> Any:
+    """google.rpc.RetryInfo."""
+    info = error_details_pb2.RetryInfo()
+    info.retry_delay.FromNanoseconds(round(seconds * 1e9))
+    return info
+
+
+def reason(word: str) -> Any:
+    """google.rpc.ErrorInfo."""
+    return error_details_pb2.ErrorInfo(reason=word, domain="dualform")

@@ -1,0 +1,322 @@
+"""How a server is reached: addresses, proxies, TLS, certificates and tokens, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from dualform.cli.main import main
+from dualform.client import (
+    AsyncClient,
+    Client,
+    InvalidArgumentError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+    UnavailableError,
+)
+from dualform.client._connection import connection_of
+
+from .answering import abort, answering
+from .certificates import Authority, Signed, authority
+from .serving import free_port
+
+ELSEWHERE = "192.0.2.1:50051"  # RFC 5737: no such machine
+
+
+@pytest.fixture(autouse=True)
+def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("grpc_proxy", "https_proxy", "http_proxy", "no_grpc_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("DUALFORM_TOKEN", raising=False)
+
+
+@pytest.fixture(scope="module")
+def ca(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return authority(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest.fixture(scope="module")
+def of_server(ca: Authority) -> Signed:
+    return ca.sign("server", "DNS:localhost,IP:127.0.0.1")
+
+
+def anyone(context: Any) -> None:
+    """Answers."""
+
+
+def ask_both(address: str, **settings: Any) -> None:
+    """One call of each kind of client."""
+
+    async def ask() -> list[Any]:
+        async with AsyncClient(address, **settings) as client:
+            return await client.indexes()
+
+    with Client(address, **settings) as client:
+        (there,) = client.indexes()
+    assert there.name == "here"
+    assert asyncio.run(ask()) == [there]
+
+
+def credentials(signed: Signed, client_ca: Path | None = None) -> Any:
+    return grpc.ssl_server_credentials(
+        [(signed.key.read_bytes(), signed.certificate.read_bytes())],
+        None if client_ca is None else client_ca.read_bytes(),
+        client_ca is not None,
+    )
+
+
+@pytest.mark.parametrize("port", ["0", "65536", "99999", "50051000"])
+@pytest.mark.parametrize("host", ["localhost:", "[::1]:", "dns:///localhost:", "ipv4:127.0.0.1:"])
+def test_a_port_that_is_none_is_refused(host: str, port: str) -> None:
+    for kind in (Client, AsyncClient):
+        with pytest.raises(InvalidArgumentError, match="1 to 65535") as caught:
+            kind(host + port)
+        assert caught.value.field == "server"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "ipv4:127.0.0.1", "dns:///localhost"])
+@pytest.mark.parametrize("variable", ["http_proxy", "https_proxy", "grpc_proxy"])
+def test_this_machine_is_never_asked_through_a_proxy(
+    monkeypatch: pytest.MonkeyPatch, variable: str, host: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as proxy, answering(anyone) as address:
+        monkeypatch.setenv(variable, f"http://127.0.0.1:{proxy.getsockname()[1]}")
+        ask_both(f"{host}:{address.rpartition(':')[2]}", timeout=20)
+        proxy.settimeout(0.05)
+        with pytest.raises(TimeoutError):
+            proxy.accept()
+
+
+@pytest.mark.parametrize("variable", ["http_proxy", "https_proxy", "grpc_proxy"])
+def test_elsewhere_the_error_names_the_proxy(
+    monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    asked = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+
+        def refuse() -> None:
+            while True:
+                try:
+                    connection, _ = proxy.accept()
+                except OSError:
+                    return
+                with connection:
+                    if connection.recv(1000).startswith(b"CONNECT 192.0.2.1:50051"):
+                        asked.set()
+                    connection.sendall(b"HTTP/1.1 403 Forbidden\r\n\r\n")
+
+        refusing = threading.Thread(target=refuse)
+        refusing.start()
+        monkeypatch.setenv(variable, f"http://me:secret@127.0.0.1:{proxy.getsockname()[1]}")
+        try:
+            with (
+                Client(ELSEWHERE, retry=None, timeout=20) as client,
+                pytest.raises(UnavailableError, match=f"{variable}=http://127.0.0.1") as caught,
+            ):
+                client.indexes()
+            assert asked.is_set()
+            assert "secret" not in str(caught.value)
+            assert "no_grpc_proxy" in str(caught.value)
+        finally:
+            proxy.shutdown(socket.SHUT_RDWR)
+            refusing.join(20)
+
+
+def test_no_proxy_is_named_where_none_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert connection_of(ELSEWHERE).proxy is None
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    assert connection_of("example.org:1").proxy == "http_proxy=http://127.0.0.1:9"
+    assert connection_of("unix:/tmp/socket").proxy is None
+    monkeypatch.setenv("no_proxy", "other.org, example.org")
+    assert connection_of("example.org:1").proxy is None
+    monkeypatch.setenv("no_grpc_proxy", "other.org")
+    assert connection_of("example.org:1").proxy is not None
+
+
+def test_tls(ca: Authority, of_server: Signed) -> None:
+    with answering(anyone, credentials=credentials(of_server)) as address:
+        port = address.rpartition(":")[2]
+        ask_both(address, tls=ca.certificate)
+        ask_both(f"localhost:{port}", tls=str(ca.certificate))
+
+
+def test_tls_with_a_certificate_of_the_clients_own(ca: Authority, of_server: Signed) -> None:
+    own = ca.sign("client", "DNS:client")
+    with answering(anyone, credentials=credentials(of_server, ca.certificate)) as address:
+        ask_both(address, tls=ca.certificate, certificate=own.certificate, key=str(own.key))
+        with (
+            Client(address, tls=ca.certificate, retry=None) as client,
+            pytest.raises(UnavailableError, match="certificate=, key="),
+        ):
+            client.indexes()
+
+
+def test_a_server_that_is_not_trusted_is_refused_at_once(
+    ca: Authority, of_server: Signed, tmp_path: Path
+) -> None:
+    other = authority(tmp_path, "other")
+    elsewhere = ca.sign("elsewhere", "DNS:example.org")
+    for signed, trusted in (
+        (of_server, other.certificate),
+        (of_server, True),
+        (elsewhere, ca.certificate),
+    ):
+        calls: list[Any] = []
+        with answering(calls.append, credentials=credentials(signed)) as address:
+            start = time.monotonic()
+            with (
+                Client(address, tls=trusted, token="let-me-in") as client,
+                pytest.raises(UnavailableError, match="is not trusted") as caught,
+            ):
+                client.indexes()
+        assert caught.value.reason == "TLS_REFUSED"
+        assert "tries" not in str(caught.value)
+        assert time.monotonic() - start < 10
+        assert not calls
+
+
+def test_one_side_with_tls_and_the_other_without(ca: Authority, of_server: Signed) -> None:
+    with (
+        answering(anyone) as address,
+        Client(address, tls=ca.certificate) as client,
+        pytest.raises(UnavailableError, match="does not speak TLS"),
+    ):
+        client.indexes()
+    with (
+        answering(anyone, credentials=credentials(of_server)) as address,
+        Client(address, retry=None) as client,
+        pytest.raises(UnavailableError, match="tls=True"),
+    ):
+        client.indexes()
+
+
+def wants_a_token(context: Any) -> None:
+    sent = dict(context.invocation_metadata()).get("authorization")
+    if sent is None:
+        context.abort(grpc.StatusCode.UNAUTHENTICATED, "no token")
+    if sent == "Bearer guest":
+        context.abort(grpc.StatusCode.PERMISSION_DENIED, "not for guests")
+    if sent != "Bearer let-me-in":
+        abort(context, grpc.StatusCode.UNAUTHENTICATED, f"what is {len(sent)} long is not known")
+
+
+def test_a_token_goes_with_every_call(
+    ca: Authority, of_server: Signed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for settings in ({}, {"tls": ca.certificate}):
+        safe = credentials(of_server) if settings else None
+        with answering(wants_a_token, credentials=safe) as address:
+            ask_both(address, token="let-me-in", **settings)
+            with (
+                Client(address, **settings) as client,
+                pytest.raises(UnauthenticatedError, match="DUALFORM_TOKEN"),
+            ):
+                client.indexes()
+            with (
+                Client(address, token="guest", **settings) as client,
+                pytest.raises(PermissionDeniedError, match="guests"),
+            ):
+                client.indexes()
+            monkeypatch.setenv("DUALFORM_TOKEN", "let-me-in")
+            ask_both(address, **settings)
+            with (
+                Client(address, token="wrong", **settings) as client,
+                pytest.raises(UnauthenticatedError, match="12 long"),
+            ):
+                client.indexes()
+            with (
+                Client(address, token="", **settings) as client,
+                pytest.raises(UnauthenticatedError, match="give a token"),
+            ):
+                client.indexes()
+            monkeypatch.delenv("DUALFORM_TOKEN")
+
+
+@pytest.mark.parametrize("server", [ELSEWHERE, "example.org:1", "ipv4:127.0.0.1:1,192.0.2.1:1"])
+def test_a_token_does_not_leave_this_machine_in_the_clear(
+    server: str, ca: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for kind in (Client, AsyncClient):
+        with pytest.raises(InvalidArgumentError, match="tls=True") as caught:
+            kind(server, token="let-me-in")
+        assert caught.value.field == "token"
+        assert "let-me-in" not in str(caught.value)
+    Client(server, token="let-me-in", tls=ca.certificate).close()
+    monkeypatch.setenv("DUALFORM_TOKEN", "let-me-in")
+    with pytest.raises(InvalidArgumentError, match="DUALFORM_TOKEN would travel"):
+        Client(server)
+    Client(server, token="").close()
+    assert "let-me-in" not in repr(connection_of("localhost:1"))
+
+
+def test_settings_that_can_not_be_meant(tmp_path: Path, ca: Authority) -> None:
+    text = tmp_path / "text.pem"
+    text.write_text("hello")
+    pem = ca.certificate
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        ("tls", {"tls": ""}),
+        ("tls", {"tls": 1}),
+        ("tls", {"tls": tmp_path / "none.pem"}),
+        ("tls", {"tls": text}),
+        ("tls", {"tls": tmp_path}),
+        ("key", {"tls": True, "certificate": pem}),
+        ("certificate", {"tls": True, "key": ca.key}),
+        ("certificate", {"certificate": pem, "key": ca.key}),
+        ("key", {"tls": True, "certificate": pem, "key": pem}),
+        ("token", {"token": "two words"}),
+        ("token", {"token": "line\n"}),
+        ("token", {"token": "gr\xfc\xdfe"}),
+        ("token", {"token": b"bytes"}),
+    ]
+    for field, settings in wrong:
+        with pytest.raises(InvalidArgumentError) as caught:
+            Client("localhost:50051", **settings)
+        assert caught.value.field == field, settings
+
+
+def test_pings_are_not_more_frequent_than_servers_accept() -> None:
+    # gRPC's servers end connections with more than one ping in 5 minutes, by default.
+    with Client(f"localhost:{free_port()}") as client:
+        options = dict(client._transport._connection._options)  # type: ignore[attr-defined]
+    assert options["grpc.keepalive_time_ms"] > 300_000
+
+
+def test_the_command_reaches_a_server_the_same_way(
+    ca: Authority,
+    of_server: Signed,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    np.save(tmp_path / "q.npy", np.ones((1, 3), np.float32))
+    secret, wrong, empty = (tmp_path / name for name in ("secret", "wrong", "empty"))
+    secret.write_text("let-me-in\n")
+    wrong.write_text("other")
+    empty.write_text("\n")
+    question = ["query", "top-k", "--layer", "0", "--query", str(tmp_path / "q.npy")]
+
+    def said(*options: object) -> str:
+        assert main([*question, *map(str, options)]) == 2  # it has no index to answer from
+        return capsys.readouterr().err
+
+    trusted = ("--tls", ca.certificate)
+    with answering(wants_a_token, credentials=credentials(of_server)) as address:
+        server = ("--server", address)
+        assert "Method not implemented" in said(*server, *trusted, "--token-file", secret)
+        assert "5 long is not known" in said(*server, *trusted, "--token-file", wrong)
+        assert "give a token" in said(*server, *trusted)
+        assert "is empty" in said(*server, *trusted, "--token-file", empty)
+        assert "can't be read" in said(*server, *trusted, "--token-file", tmp_path / "none")
+        assert "is not trusted" in said(*server, "--tls", "--token-file", secret)
+        monkeypatch.setenv("DUALFORM_TOKEN", "let-me-in")
+        assert "Method not implemented" in said(*server, *trusted)
+    assert "--tls is for --server" in said("--local", tmp_path, *trusted)
+    assert "certificate= is missing" in said("--server", "localhost:1", "--tls", "--key", ca.key)

@@ -1,0 +1,212 @@
+"""One client in several event loops, threads and forked processes."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dualform.client import AsyncClient, Client, FailedPreconditionError, TopKResult
+
+from .memory import Memory
+
+
+def test_a_second_run_of_asyncio(server: str, queries: np.ndarray, remote: Client) -> None:
+    client = AsyncClient(server, timeout=20)
+    expected = remote.top_k("fc", queries, k=3).rows
+    for _ in range(3):
+        found = asyncio.run(client.top_k("fc", queries, k=3))
+        assert np.array_equal(found.rows, expected)
+    asyncio.run(client.close())
+    with pytest.raises(FailedPreconditionError, match="closed"):
+        asyncio.run(client.top_k("fc", queries))
+    gc.collect()  # what the dead loops left complains here, if at all: warnings are errors
+
+
+def test_loops_of_several_threads_at_once(server: str, queries: np.ndarray, remote: Client) -> None:
+    client = AsyncClient(server, timeout=60)
+    expected = remote.top_k("fc", queries, k=3).rows
+    found: list[TopKResult] = []
+    start = threading.Barrier(4)
+
+    async def ask() -> None:
+        for _ in range(5):
+            found.extend(
+                await asyncio.gather(*(client.top_k("fc", queries, k=3) for _ in range(4)))
+            )
+            chunks = [chunk async for chunk in client.stream_weights("fc", queries)]
+            assert sum(chunk.weights.shape[1] for chunk in chunks) == 600
+
+    def work() -> None:
+        start.wait(20)
+        asyncio.run(ask())
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(found) == 4 * 5 * 4
+    assert all(np.array_equal(each.rows, expected) for each in found)
+    asyncio.run(client.close())
+
+
+def test_a_loop_that_closes_the_client_while_another_asks(server: str, queries: np.ndarray) -> None:
+    client = AsyncClient(server, timeout=20)
+    asking, closed = threading.Event(), threading.Event()
+    outcome: list[object] = []
+
+    async def ask() -> None:
+        await client.indexes()
+        stream = client.stream_weights("fc", queries)
+        outcome.append((await anext(stream)).start)
+        asking.set()
+        await asyncio.to_thread(closed.wait, 20)
+        async for _ in stream:  # what was asked before is answered
+            pass
+        with pytest.raises(FailedPreconditionError, match="closed"):
+            await client.indexes()
+        outcome.append("refused")
+
+    thread = threading.Thread(target=lambda: asyncio.run(ask()))
+    thread.start()
+    assert asking.wait(20)
+    asyncio.run(client.close())
+    closed.set()
+    thread.join(20)
+    assert outcome == [0, "refused"]
+
+
+FORKED = """
+import faulthandler, multiprocessing, sys
+import numpy as np
+import torch
+from dualform.client import AsyncClient, Client, DualformError
+
+path, server, threads = sys.argv[1], sys.argv[2], sys.argv[3]
+queries = np.random.default_rng(8).standard_normal((9, 12)).astype(np.float32)
+torch.set_num_threads(2)
+# What makes torch start its threads, as any training does.
+torch.randn(1000, 1000) @ torch.randn(1000, 1000)
+torch.randn(2_000_000).exp().sum()
+
+def asked(client):
+    sums = client.sums("fc", queries, group_by="label")
+    return [client.top_k("fc", queries, k=5).rows, sums.values]
+
+local, remote = Client.local(path), Client(server, timeout=30)
+loops = AsyncClient(server, timeout=30)
+expected = {"local": asked(local), "remote": asked(remote)}
+import asyncio
+asyncio.run(loops.indexes())
+
+def child(name, put):
+    faulthandler.dump_traceback_later(20, exit=True)  # where it hangs, if it does
+    if threads == "1":
+        torch.set_num_threads(1)
+    try:
+        if name == "loops":
+            put.send(asyncio.run(loops.indexes())[0].name)
+            return
+        client = {"local": local, "remote": remote}.get(name)
+        if client is None:
+            client = Client.local(path)
+        found = asked(client)
+        wanted = expected.get(name, expected["local"])
+        same = all(np.array_equal(a, b) for a, b in zip(found, wanted))
+        put.send("same" if same else f"other: {found}")
+        client.close()
+    except DualformError as error:
+        put.send(f"{error.reason}: {error}")
+
+context = multiprocessing.get_context("fork")
+for name in ("local", "opened in the child", "remote", "loops"):
+    take, put = context.Pipe(duplex=False)
+    process = context.Process(target=child, args=(name, put))
+    process.start()
+    said = take.recv() if take.poll(30) else "hangs"
+    print(name, "->", said, flush=True)
+    if said == "hangs":
+        process.kill()
+    process.join(20)
+# The parent goes on.
+assert all(np.array_equal(a, b) for a, b in zip(asked(remote), expected["remote"]))
+assert all(np.array_equal(a, b) for a, b in zip(asked(local), expected["local"]))
+remote.close()
+local.close()
+"""
+
+
+def forked(memory: Memory, server: str, threads: int) -> dict[str, str]:
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED, str(memory.path), server, str(threads)],
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = (line.partition(" -> ") for line in done.stdout.splitlines())
+    return {name: said for name, _, said in lines}
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no fork")
+def test_after_a_fork_with_one_thread_all_but_asyncio_answers(memory: Memory, server: str) -> None:
+    said = forked(memory, server, 1)
+    # gRPC's asyncio alone does not survive.
+    assert said.pop("loops").startswith("FORKED: ")
+    assert said == {"local": "same", "opened in the child": "same", "remote": "same"}
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no fork")
+def test_after_a_fork_with_torchs_threads_a_local_index_says_what_to_do(
+    memory: Memory, server: str
+) -> None:
+    said = forked(memory, server, 2)
+    assert said["remote"] == "same"
+    assert "use a Client here" in said["loops"]
+    for name in ("local", "opened in the child"):
+        assert said[name].startswith("FORKED: "), said
+        assert "torch.set_num_threads(1)" in said[name]
+        assert "spawn" in said[name]
+
+
+LOADER = """
+import sys
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+from dualform.client import Client
+
+torch.randn(2_000_000).exp().sum()
+
+class Weighted(Dataset):
+    def __init__(self, client):
+        self.client = client
+    def __len__(self):
+        return 8
+    def __getitem__(self, i):
+        return self.client.top_k("fc", np.full((1, 12), i + 1, np.float32), k=1).rows[0, 0]
+
+client = Client.local(sys.argv[1])
+expected = [Weighted(client)[i] for i in range(8)]
+found = [int(row) for batch in DataLoader(Weighted(client), 2, num_workers=2) for row in batch]
+assert found == expected, (found, expected)
+print("the same")
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no fork")
+def test_a_local_index_in_a_data_loaders_workers(memory: Memory, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LOADER, str(memory.path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout == "the same\n", done.stderr
