@@ -311,7 +311,7 @@ def test_the_command_reaches_a_server_the_same_way(
     with answering(wants_a_token, credentials=credentials(of_server)) as address:
         server = ("--server", address)
         assert "Method not implemented" in said(*server, *trusted, "--token-file", secret)
-        assert "5 long is not known" in said(*server, *trusted, "--token-file", wrong)
+        assert "12 long is not known" in said(*server, *trusted, "--token-file", wrong)
         assert "give a token" in said(*server, *trusted)
         assert "is empty" in said(*server, *trusted, "--token-file", empty)
         assert "can't be read" in said(*server, *trusted, "--token-file", tmp_path / "none")

@@ -194,13 +194,16 @@ def patterns_of(layers: object) -> list[str]:
     """
     if isinstance(layers, str):
         return [layers]
-    if isinstance(layers, bytes) or not isinstance(layers, Iterable):
+    try:
+        if isinstance(layers, bytes):
+            raise TypeError
+        patterns: list[str] = list(layers)  # type: ignore[call-overload]
+    except TypeError:
         raise InvalidArgumentError(
             f"layers={layers!r} is of type {type(layers).__name__}; names or patterns as in "
             "model.named_modules() are needed, such as ['0', 'blocks.*']",
             field="layers",
-        )
-    patterns = list(layers)
+        ) from None
     for pattern in patterns:
         if not isinstance(pattern, str):
             raise InvalidArgumentError(

@@ -98,7 +98,7 @@ def connection_of(
     credentials = _credentials(tls, certificate, key)
     secret, origin = (token, "token=") if token is not None else (os.environ.get(TOKEN), TOKEN)
     metadata: tuple[tuple[str, str], ...] = ()
-    if secret:
+    if secret is not None and not (isinstance(secret, str) and secret == ""):
         # Never the token itself: messages are logged.
         if not isinstance(secret, str) or not re.fullmatch(r"[!-~]+", secret):
             raise InvalidArgumentError(

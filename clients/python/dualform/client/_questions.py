@@ -85,6 +85,12 @@ class Questions:
     """Makes plans; remembers the server's limits. Arguments are those of `Client`."""
 
     def __init__(self, retry: Retry | None, timeout: float | None) -> None:
+        if retry is not None and not isinstance(retry, Retry):
+            raise InvalidArgumentError(
+                f"retry={retry!r} is of type {type(retry).__name__}; a dualform.client.Retry is "
+                "needed, or None for no second try",
+                field="retry",
+            )
         self._retry = retry or Retry(attempts=1)
         self._timeout = timeout
         self._limits: ServerLimits | None = None
