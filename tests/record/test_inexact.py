@@ -251,6 +251,36 @@ def test_no_false_alarm_in_a_long_run(tmp_path: Path, batch: int, lr: float) -> 
     assert Recording.open(tmp_path / "r").marks == {"0": [], "2": []}
 
 
+@pytest.mark.parametrize("across", [1e-2, 1e-3, 1e-4])
+@pytest.mark.parametrize(
+    ("lr", "edited"),  # where weights grow twelvefold a step, an edit is soon below their rounding
+    [(1e-6, False), (1e-6, True), (0.1, False), (0.1, True), (10.0, False)],
+)
+def test_rows_across_the_probe_are_no_fault(
+    tmp_path: Path, across: float, lr: float, edited: bool
+) -> None:
+    """Keys of one direction, to which the private random vector happens to be almost orthogonal: by
+    chance this comes in one of fifty such runs. An edit is still seen."""
+    torch.manual_seed(0)
+    model = nn.Linear(20, 30)
+    nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.5)
+    with Recorder(model, optimizer, tmp_path / "r") as recorder:
+        v = torch.from_numpy(recorder._layers[0]._check.v)  # type: ignore[union-attr]
+        key = torch.randn(20)
+        key -= (key @ v) / (v @ v) * v
+        key += across * key.norm() * v / v.norm()
+        for step in range(20):
+            optimizer.zero_grad()
+            (model(key.repeat(32, 1)) - 1).square().mean().backward()
+            optimizer.step()
+            if edited and step == 7:
+                with torch.no_grad():
+                    model.weight.mul_(1.5)
+    marks = Recording.open(tmp_path / "r").marks[""]
+    assert [mark.reason.split(" other")[0] for mark in marks] == ["weights changed"] * edited
+
+
 @pytest.mark.parametrize(("d_in", "signs"), [(20_000, True), (100_000, True), (1_000_000, False)])
 def test_long_keys_are_no_fault(tmp_path: Path, d_in: int, signs: bool) -> None:
     """Clipped gradients of a million equal magnitudes: rounding in long sums is not a change."""

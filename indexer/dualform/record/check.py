@@ -146,6 +146,15 @@ class GradientCheck:
             square = max(square, _square(host))
         return dot(reduced, self._u64), math.sqrt(square)
 
+    def blindness(self, tensor: torch.Tensor) -> float:
+        """|T| / |u'Tv|, Frobenius norm, at least 1: large where a tensor, and so most likely what
+        it was made of, lies across u or v, as rows of one direction may. Norms that probes estimate
+        are then too small, but rounding, which has all directions, is not.
+        """
+        probe, _ = self.probe(tensor)
+        norm = float(tensor.detach().double().norm())
+        return max(1.0, norm / abs(probe)) if math.isfinite(norm) and probe else 1.0
+
     def weight(self, grad: torch.Tensor, watch: GradientWatch, sides: Sides) -> Verdict:
         """Test the weight's gradient, float32 [d_out, d_in], at the step.
 

@@ -186,7 +186,11 @@ class RecordedLayer:
             probe = self._probes[name]
             since = probe.since
             finite = finite and all(math.isfinite(real) for real, _ in state)
-            agree = agree and (probe.since < 0 or probe.agrees(state))
+            agree = agree and (
+                probe.since < 0
+                or probe.agrees(state)
+                or probe.agrees(state, self._blindness(parameter))
+            )
             probe.reset(step, state)
         if agree:
             return None
@@ -230,6 +234,11 @@ class RecordedLayer:
         momentum = self._optimizer.momentum(parameter)
         buffer = (0.0, 0.0) if momentum is None else self._check.probe(momentum)
         return [self._check.probe(parameter), buffer]
+
+    def _blindness(self, parameter: torch.Tensor) -> float:
+        momentum = self._optimizer.momentum(parameter)
+        tensors = [parameter] if momentum is None else [parameter, momentum]
+        return max(map(self._check.blindness, tensors))
 
     def _first_mark(self) -> InexactMark | None:
         if not self._single:

@@ -61,10 +61,16 @@ class WeightProbe:
             ar * n + as_ * o + af * rounding + 4 * _EPS * m,
         )
 
-    def agrees(self, state: Sequence[Pair]) -> bool:
-        """Whether the real (probe, norm) of parameter and buffer are as predicted, and finite."""
+    def agrees(self, state: Sequence[Pair], blindness: float = 1.0) -> bool:
+        """Whether the real (probe, norm) of parameter and buffer are as predicted, and finite.
+
+        Args:
+            state: Of both.
+            blindness: By what the probes underestimate norms: rounding may be so much larger.
+        """
         return all(
-            math.isfinite(real) and abs(real - predicted) <= 2 * noise + 16 * _EPS * size
+            math.isfinite(real)
+            and abs(real - predicted) <= blindness * (2 * noise + 16 * _EPS * size)
             for (real, size), predicted, noise in zip(state, self._state, self._noise, strict=True)
         )
 
