@@ -201,7 +201,7 @@ def test_plans_are_told_and_strategies_overruled(remote: Client, queries: np.nda
         with pytest.raises(InvalidArgumentError, match="fast") as caught:
             ask(strategy="fast")
         assert caught.value.field == "strategy"
-    for strategy, message in (("certified", "no sketches"), ("rebuilt", "allowed are auto")):
+    for strategy, message in (("certified", "no sketches"), ("rebuilt", "none of 'auto'")):
         with pytest.raises(InvalidArgumentError, match=message) as caught:
             remote.top_k("fc", queries, strategy=strategy)
         assert caught.value.field == "strategy"

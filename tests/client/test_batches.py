@@ -11,7 +11,9 @@ import pytest
 from synthetic import make_index
 
 from dualform.client import Client, ResourceExhaustedError
-from dualform.client._questions import Plan, Questions, Send
+from dualform.client._asking import Asking, Send, Steps
+from dualform.client._results import sums_of
+from dualform.questions import SumsQuestion
 from dualform.serve import ServerLimits
 from dualform.v1 import attribution_pb2 as pb
 
@@ -106,7 +108,7 @@ def test_many_example_ids(narrow: str) -> None:
 
 
 def test_the_limits_are_asked_for_once() -> None:
-    questions = Questions(None, None)
+    asking = Asking(None, None)
     limits = pb.Limits(max_k=9, max_queries=2, max_message_bytes=1 << 20)
     asked: list[str] = []
 
@@ -117,19 +119,18 @@ def test_the_limits_are_asked_for_once() -> None:
         return sums_response(step.request.queries.shape[0])
 
     for _ in range(2):
-        plan = questions.sums(
-            "fc", np.ones((5, 3), np.float32), "label", False, None, None, "auto", False, None, None
-        )
-        assert drive(plan, answer).values.shape == (5, 1)
+        question = SumsQuestion("fc", np.ones((5, 3), np.float32), "label")
+        steps = asking.rows(question, None, None, sums_of)
+        assert drive(steps, answer).values.shape == (5, 1)
     assert asked == ["ListIndexesRequest"] + ["SumsRequest"] * 6
 
 
-def drive(plan: Plan[Any], answer: Callable[[Send], Any]) -> Any:
-    step = next(plan)
+def drive(steps: Steps[Any], answer: Callable[[Send], Any]) -> Any:
+    step = next(steps)
     while True:
         assert isinstance(step, Send)
         try:
-            step = plan.send(answer(step))
+            step = steps.send(answer(step))
         except StopIteration as done:
             return done.value
 

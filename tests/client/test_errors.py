@@ -427,7 +427,7 @@ class Slow(Catalog):
         self.stopped = threading.Event()
 
     def answer(self, request: Any, stop: Any = None) -> Any:
-        if type(request).__name__ != "TopKRequest":
+        if type(request).__name__ not in ("TopKRequest", "TopKQuestion"):
             return super().answer(request, stop)
         while not stop():
             time.sleep(0.01)
@@ -439,6 +439,6 @@ class Broken(Catalog):
     """A defect in the engine."""
 
     def answer(self, request: Any, stop: Any = None) -> Any:
-        if type(request).__name__ != "TopKRequest":
+        if type(request).__name__ not in ("TopKRequest", "TopKQuestion"):
             return super().answer(request, stop)
         raise ZeroDivisionError("a defect")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import inspect
 import subprocess
 import sys
@@ -11,7 +13,15 @@ import numpy as np
 import pytest
 
 import dualform.client
-from dualform.client import AsyncClient, Client, DualformError
+from dualform.client import AsyncClient, Client, DualformError, InvalidArgumentError
+from dualform.questions import (
+    ExamplesQuestion,
+    ExplainQuestion,
+    OutputQuestion,
+    StreamWeightsQuestion,
+    SumsQuestion,
+    TopKQuestion,
+)
 
 from .memory import Memory
 
@@ -73,11 +83,73 @@ def test_what_is_not_there_yet_is_refused(remote: Client, queries: np.ndarray) -
     assert not hasattr(remote, "replay")
 
 
+QUESTIONS = {
+    "top_k": TopKQuestion,
+    "sums": SumsQuestion,
+    "profile": SumsQuestion,
+    "dual_output": OutputQuestion,
+    "explain": ExplainQuestion,
+    "stream_weights": StreamWeightsQuestion,
+    "examples": ExamplesQuestion,
+}
+# What a method calls otherwise, or does itself.
+OTHERWISE = {
+    "explain": {"layers": "queries"},
+    "profile": {"group_by": None, "strategy": None, "explain_plan": None},
+}
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_a_method_takes_its_questions_fields_with_their_defaults(name: str) -> None:
+    parameters = dict(inspect.signature(getattr(Client, name)).parameters)
+    assert parameters.pop("timeout").default is None
+    del parameters["self"]
+    names = OTHERWISE.get(name, {})
+    wanted = {}
+    for field in dataclasses.fields(QUESTIONS[name]):
+        called = names.get(field.name, field.name)
+        if called is not None:
+            missing = field.default is dataclasses.MISSING
+            wanted[called] = inspect.Parameter.empty if missing else field.default
+    if name == "profile":
+        wanted["bins"] = 50  # how many, not which
+    assert {own: parameter.default for own, parameter in parameters.items()} == wanted
+
+
+@pytest.mark.parametrize("which", ["remote", "local"])
+def test_a_call_that_lacks_an_argument_is_refused_in_words(
+    which: str, request: pytest.FixtureRequest
+) -> None:
+    client = request.getfixturevalue(which)
+    for call, field, says in (
+        (lambda: client.top_k("fc"), "queries", "takes layer, queries, k"),
+        (
+            lambda: client.sums("fc", np.ones((1, 12), np.float32)),
+            "group_by",
+            "takes layer, queries, group_by",
+        ),
+        (lambda: client.examples(), "ids", "takes ids, index"),
+        (lambda: client.stream_weights("fc"), "queries", "stream_weights"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=says) as caught:
+            call()
+        assert caught.value.field == field
+
+
+def test_a_call_of_the_async_client_too() -> None:
+    async def ask() -> None:
+        async with AsyncClient("localhost:1") as client:
+            await client.top_k("fc")  # type: ignore[call-arg]
+
+    with pytest.raises(InvalidArgumentError, match="missing a required argument: 'queries'"):
+        asyncio.run(ask())
+
+
 REMOTE_ONLY = """
 import sys
 from importlib.abc import MetaPathFinder
 
-ALLOWED = {"dualform.v1", "dualform._version", "dualform.client"}
+ALLOWED = {"dualform.v1", "dualform._version", "dualform.questions", "dualform.client"}
 
 class Block(MetaPathFinder):
     def find_spec(self, name, path=None, target=None):

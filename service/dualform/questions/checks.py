@@ -78,6 +78,16 @@ def int64(value: object, field: str) -> int:
     return number
 
 
+def flag(value: object, field: str) -> bool:
+    """True or False, and nothing else: "no" would be true."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise QuestionError(
+            f"{field}={value!r} is of type {type(value).__name__}; True or False is needed",
+            field=field,
+        )
+    return bool(value)
+
+
 def choice(value: object, field: str, choices: Mapping[str, int]) -> str:
     """One of some words."""
     if not isinstance(value, str) or value not in choices:
@@ -105,6 +115,16 @@ def name(value: object, field: str) -> str:
     if not text(value, field):
         raise QuestionError(f"{field}='' is empty; leave it out or name one", field=field)
     return str(value)
+
+
+def column(value: object, field: str) -> str:
+    """The name of a metadata column, which can't be left out."""
+    if value is None or (isinstance(value, str) and not value):
+        raise QuestionError(
+            f"{field}={value!r}: the name of a metadata column is needed, such as 'label'",
+            field=field,
+        )
+    return text(value, field)
 
 
 def name_of_layer(value: object) -> str:

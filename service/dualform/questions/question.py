@@ -64,7 +64,7 @@ class Field:
         if self.kind == "choice":
             return checks.choice(value, name, self.choices)
         if self.kind == "text" and not self.optional:
-            return checks.name_of_layer(value) if name == "layer" else checks.text(value, name)
+            return checks.name_of_layer(value) if name == "layer" else checks.column(value, name)
         return _CHECKS[self.kind](value, name)
 
 
@@ -75,7 +75,7 @@ _CHECKS: dict[str, Callable[[Any, str], Any]] = {
     "values": checks.ids,
     "numbers": checks.edges,
     "number": checks.int64,
-    "flag": lambda value, _: bool(value),
+    "flag": checks.flag,
     "text": checks.name,
 }
 _MESSAGES = {

@@ -121,12 +121,6 @@ class SumsQuestion(Question):
     explain_plan: bool = False
     index: str | None = None
 
-    def check(self) -> None:
-        if not self.group_by:
-            raise QuestionError(
-                "sums need group_by, the metadata column to sum over", field="group_by"
-            )
-
 
 @dataclass(frozen=True, eq=False)
 class OutputQuestion(Question):

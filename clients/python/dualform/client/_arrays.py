@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -69,9 +69,15 @@ def query_matrix(queries: object) -> npt.NDArray[np.float32]:
     return np.ascontiguousarray(array, dtype="<f4")
 
 
-def tensor_of(array: npt.NDArray[np.float32]) -> pb.Tensor:
-    """A float32 array as a message."""
-    return pb.Tensor(dtype=pb.DATA_TYPE_FLOAT32, shape=array.shape, data=array.tobytes())
+def query_matrices(queries: object) -> tuple[tuple[str, npt.NDArray[np.float32]], ...]:
+    """Queries by layer, each as `query_matrix` gives them."""
+    if not isinstance(queries, Mapping):
+        raise InvalidArgumentError(
+            f"queries are {type(queries).__name__}; explain takes them by layer, such as "
+            "capture_queries gives",
+            field="queries",
+        )
+    return tuple((layer, query_matrix(matrix)) for layer, matrix in queries.items())
 
 
 def array_of(tensor: pb.Tensor) -> npt.NDArray[Any]:
@@ -119,15 +125,6 @@ def groups_of(column: pb.Column, count: int) -> list[Any]:
     return groups
 
 
-def values_of(values: Iterable[object], field: str) -> list[pb.Value]:
-    """Python or numpy scalars as messages; None becomes null.
-
-    Raises:
-        InvalidArgumentError: Something that is neither int, float, bool, str nor None.
-    """
-    return [value_of(value, field) for value in values]
-
-
 def value_of(value: object, field: str) -> pb.Value:
     """One scalar as a message.
 
@@ -170,20 +167,6 @@ def int64(value: object, field: str) -> int:
     if not -(2**63) <= number < 2**63:
         raise InvalidArgumentError(f"{field}={number} does not fit 64 bits", field=field)
     return number
-
-
-def flag(value: object, field: str) -> bool:
-    """`value` as a bool.
-
-    Raises:
-        InvalidArgumentError: Anything but True and False: "no" would be true.
-    """
-    if not isinstance(value, (bool, np.bool_)):
-        raise InvalidArgumentError(
-            f"{field}={value!r} is of type {type(value).__name__}; True or False is needed",
-            field=field,
-        )
-    return bool(value)
 
 
 def patterns_of(layers: object) -> list[str]:

@@ -16,22 +16,42 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+from dualform.client._arrays import query_matrices, query_matrix
+from dualform.client._asking import Asking, Pause, Steps
 from dualform.client._calls import checked_calls
 from dualform.client._connection import Tls, connection_of
+from dualform.client._filters import filter_of
 from dualform.client._info import IndexInfo, IndexSummary
 from dualform.client._local import AsyncLocalTransport
-from dualform.client._questions import Pause, Plan, Questions
 from dualform.client._results import (
     DualOutputResult,
     Explanation,
     SumsResult,
     TopKResult,
     WeightsChunk,
+    dual_output_of,
+    sums_of,
+    top_k_of,
     weights_of,
 )
 from dualform.client._retry import DEFAULT_RETRY, Retry
 from dualform.client._transport import AsyncGrpcTransport, AsyncTransport
 from dualform.client.errors import DualformError, FailedPreconditionError
+from dualform.questions import (
+    ExplainQuestion,
+    IndexQuestion,
+    OutputQuestion,
+    StreamWeightsQuestion,
+    SumsQuestion,
+    TopKQuestion,
+)
+from dualform.questions.questions import (
+    Order,
+    OutputStrategy,
+    RankBy,
+    SumsStrategy,
+    TopKStrategy,
+)
 from dualform.v1.attribution_pb2 import Filter
 
 T = TypeVar("T")
@@ -66,7 +86,7 @@ class AsyncClient:
         timeout: float | None = 60.0,
     ) -> None:
         connection = connection_of(server, tls, certificate, key, token)
-        self._start(AsyncGrpcTransport(connection), Questions(retry, timeout))
+        self._start(AsyncGrpcTransport(connection), Asking(retry, timeout))
 
     @classmethod
     def local(
@@ -74,16 +94,16 @@ class AsyncClient:
     ) -> AsyncClient:
         """As `Client.local`; scans run in threads, the loop stays free."""
         client = cls.__new__(cls)
-        client._start(AsyncLocalTransport(path, device), Questions(None, timeout))
+        client._start(AsyncLocalTransport(path, device), Asking(None, timeout, local=True))
         return client
 
     async def indexes(self, *, timeout: float | None = None) -> list[IndexSummary]:
         """As `Client.indexes`."""
-        return await self._run(self._questions.indexes(timeout))
+        return await self._run(self._asking.indexes(timeout))
 
     async def index(self, name: str | None = None, *, timeout: float | None = None) -> IndexInfo:
         """As `Client.index`."""
-        return await self._run(self._questions.index(name, timeout))
+        return await self._run(self._asking.index(IndexQuestion(index=name), timeout))
 
     async def top_k(
         self,
@@ -93,35 +113,33 @@ class AsyncClient:
         k: int = 10,
         where: str | Filter | None = None,
         group_by: str | None = None,
-        order: str = "largest",
-        rank_by: str = "weight",
+        order: Order = "largest",
+        rank_by: RankBy = "weight",
         unit: int | None = None,
         at_step: int | None = None,
         distinct: str | None = None,
-        strategy: str = "auto",
+        strategy: TopKStrategy = "auto",
         explain_plan: bool = False,
         index: str | None = None,
         timeout: float | None = None,
     ) -> TopKResult:
         """As `Client.top_k`."""
-        return await self._run(
-            self._questions.top_k(
-                layer,
-                queries,
-                k,
-                where,
-                group_by,
-                order,
-                rank_by,
-                unit,
-                at_step,
-                distinct,
-                strategy,
-                explain_plan,
-                index,
-                timeout,
-            )
+        question = TopKQuestion(
+            layer=layer,
+            queries=query_matrix(queries),
+            k=k,
+            where=filter_of(where),
+            group_by=group_by,
+            order=order,
+            rank_by=rank_by,
+            unit=unit,
+            at_step=at_step,
+            distinct=distinct,
+            strategy=strategy,
+            explain_plan=explain_plan,
+            index=index,
         )
+        return await self._run(self._asking.rows(question, where, timeout, top_k_of))
 
     async def sums(
         self,
@@ -132,26 +150,24 @@ class AsyncClient:
         absolute: bool = False,
         where: str | Filter | None = None,
         bins: Iterable[float] | None = None,
-        strategy: str = "auto",
+        strategy: SumsStrategy = "auto",
         explain_plan: bool = False,
         index: str | None = None,
         timeout: float | None = None,
     ) -> SumsResult:
         """As `Client.sums`."""
-        return await self._run(
-            self._questions.sums(
-                layer,
-                queries,
-                group_by,
-                absolute,
-                where,
-                bins,
-                strategy,
-                explain_plan,
-                index,
-                timeout,
-            )
+        question = SumsQuestion(
+            layer=layer,
+            queries=query_matrix(queries),
+            group_by=group_by,
+            absolute=absolute,
+            where=filter_of(where),
+            bins=bins,  # type: ignore[arg-type]
+            strategy=strategy,
+            explain_plan=explain_plan,
+            index=index,
         )
+        return await self._run(self._asking.rows(question, where, timeout, sums_of))
 
     async def profile(
         self,
@@ -165,9 +181,15 @@ class AsyncClient:
         timeout: float | None = None,
     ) -> SumsResult:
         """As `Client.profile`."""
-        return await self._run(
-            self._questions.profile(layer, queries, bins, absolute, where, index, timeout)
+        question = SumsQuestion(
+            layer=layer,
+            queries=query_matrix(queries),
+            group_by="step",
+            absolute=absolute,
+            where=filter_of(where),
+            index=index,
         )
+        return await self._run(self._asking.profile(question, bins, where, timeout))
 
     async def dual_output(
         self,
@@ -177,32 +199,30 @@ class AsyncClient:
         where: str | Filter | None = None,
         at_step: int | None = None,
         group_by: str | None = None,
-        strategy: str = "auto",
+        strategy: OutputStrategy = "auto",
         explain_plan: bool = False,
         index: str | None = None,
         timeout: float | None = None,
     ) -> DualOutputResult:
         """As `Client.dual_output`."""
-        return await self._run(
-            self._questions.dual_output(
-                layer,
-                queries,
-                where,
-                at_step,
-                group_by,
-                strategy,
-                explain_plan,
-                index,
-                timeout,
-            )
+        question = OutputQuestion(
+            layer=layer,
+            queries=query_matrix(queries),
+            where=filter_of(where),
+            at_step=at_step,
+            group_by=group_by,
+            strategy=strategy,
+            explain_plan=explain_plan,
+            index=index,
         )
+        return await self._run(self._asking.rows(question, where, timeout, dual_output_of))
 
     async def explain(
         self,
         queries: Mapping[str, object],
         *,
         k: int | None = 10,
-        order: str = "largest",
+        order: Order = "largest",
         where: str | Filter | None = None,
         group_by: str | None = None,
         absolute: bool = False,
@@ -211,19 +231,17 @@ class AsyncClient:
         timeout: float | None = None,
     ) -> dict[str, Explanation]:
         """As `Client.explain`."""
-        return await self._run(
-            self._questions.explain(
-                queries,
-                k,
-                order,
-                where,
-                group_by,
-                absolute,
-                output,
-                index,
-                timeout,
-            )
+        question = ExplainQuestion(
+            layers=query_matrices(queries),
+            k=k,
+            order=order,
+            where=filter_of(where),
+            group_by=group_by,
+            absolute=absolute,
+            output=output,
+            index=index,
         )
+        return await self._run(self._asking.explain(question, where, timeout))
 
     def stream_weights(
         self,
@@ -234,10 +252,11 @@ class AsyncClient:
         timeout: float | None = None,
     ) -> AsyncIterator[WeightsChunk]:
         """As `Client.stream_weights`; take the chunks with `async for`."""
-        plan = self._questions.stream_weights(layer, queries, index, timeout)
+        question = StreamWeightsQuestion(layer, query_matrix(queries), index=index)
+        steps = self._asking.stream_weights(question, timeout)
 
         async def chunks() -> AsyncIterator[WeightsChunk]:
-            messages = await self._run(plan, self._opened)
+            messages = await self._run(steps, self._opened)
             async with aclosing(messages):
                 async for message in messages:
                     yield weights_of(message)
@@ -248,7 +267,7 @@ class AsyncClient:
         self, ids: Iterable[object], *, index: str | None = None, timeout: float | None = None
     ) -> list[bytes | str | None]:
         """As `Client.examples`."""
-        return await self._run(self._questions.examples(ids, index, timeout))
+        return await self._run(self._asking.examples(ids, index, timeout))
 
     async def close(self) -> None:
         """Gives back the connection or the opened index; may be called twice."""
@@ -268,9 +287,9 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
-    def _start(self, transport: AsyncTransport, questions: Questions) -> None:
+    def _start(self, transport: AsyncTransport, asking: Asking) -> None:
         self._transport = transport
-        self._questions = questions
+        self._asking = asking
         self._closed = False
 
     async def _opened(self, request: Any, timeout: float | None) -> AsyncGenerator[Any, None]:
@@ -288,23 +307,23 @@ class AsyncClient:
         return all_of_them()
 
     async def _run(
-        self, plan: Plan[T], call: Callable[[Any, float | None], Awaitable[Any]] | None = None
+        self, steps: Steps[T], call: Callable[[Any, float | None], Awaitable[Any]] | None = None
     ) -> T:
         if self._closed:
             raise FailedPreconditionError("this client is closed; make a new one", reason="CLOSED")
         try:
-            step = next(plan)
+            step = next(steps)
             while True:
                 if isinstance(step, Pause):
                     await asyncio.sleep(step.seconds)
-                    step = next(plan)
+                    step = next(steps)
                     continue
                 try:
                     response = await (call or self._transport.call)(step.request, step.timeout)
                 except DualformError as error:
-                    step = plan.throw(error)
+                    step = steps.throw(error)
                 else:
-                    step = plan.send(response)
+                    step = steps.send(response)
         except StopIteration as done:
             result: T = done.value
             return result

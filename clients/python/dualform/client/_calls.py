@@ -1,14 +1,16 @@
-"""Wrong calls as errors of this package: an argument that is missing, or that does not exist."""
+"""Wrong calls as errors of this package: arguments that are missing, do not exist, or are wrong."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
-from dualform.client.errors import CallError
+from dualform.client.errors import CallError, InvalidArgumentError
+from dualform.questions import QuestionError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Kind = TypeVar("Kind", bound=type)
@@ -32,14 +34,25 @@ def checked_call(function: Function) -> Function:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         check(args, kwargs)
-        return function(*args, **kwargs)
+        with _refusals():
+            return function(*args, **kwargs)
 
     @functools.wraps(function)
     async def awaited(*args: Any, **kwargs: Any) -> Any:
         check(args, kwargs)
-        return await function(*args, **kwargs)
+        with _refusals():
+            return await function(*args, **kwargs)
 
     return cast(Function, awaited if inspect.iscoroutinefunction(function) else call)
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Make the client's error of what is wrong with a question."""
+    try:
+        yield
+    except QuestionError as error:
+        raise InvalidArgumentError(str(error), field=error.field, reason=error.reason) from None
 
 
 def checked_calls(kind: Kind) -> Kind:

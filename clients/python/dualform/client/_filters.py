@@ -92,6 +92,11 @@ def where_of(where: str | Filter | None) -> Where:
     )
 
 
+def filter_of(where: str | Filter | None) -> Filter | None:
+    """What the user gave as `where`, as a message; raises as `where_of`."""
+    return where_of(where).filter
+
+
 @checked_call
 def parse_filter(text: str) -> Filter:
     """Parses a filter.

@@ -9,22 +9,42 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+from dualform.client._arrays import query_matrices, query_matrix
+from dualform.client._asking import Asking, Pause, Steps
 from dualform.client._calls import checked_calls
 from dualform.client._connection import Tls, connection_of
+from dualform.client._filters import filter_of
 from dualform.client._info import IndexInfo, IndexSummary
 from dualform.client._local import LocalTransport
-from dualform.client._questions import Pause, Plan, Questions
 from dualform.client._results import (
     DualOutputResult,
     Explanation,
     SumsResult,
     TopKResult,
     WeightsChunk,
+    dual_output_of,
+    sums_of,
+    top_k_of,
     weights_of,
 )
 from dualform.client._retry import DEFAULT_RETRY, Retry
 from dualform.client._transport import GrpcTransport, Transport
 from dualform.client.errors import DualformError, FailedPreconditionError
+from dualform.questions import (
+    ExplainQuestion,
+    IndexQuestion,
+    OutputQuestion,
+    StreamWeightsQuestion,
+    SumsQuestion,
+    TopKQuestion,
+)
+from dualform.questions.questions import (
+    Order,
+    OutputStrategy,
+    RankBy,
+    SumsStrategy,
+    TopKStrategy,
+)
 from dualform.v1.attribution_pb2 import Filter
 
 T = TypeVar("T")
@@ -75,7 +95,7 @@ class Client:
         timeout: float | None = 60.0,
     ) -> None:
         connection = connection_of(server, tls, certificate, key, token)
-        self._start(GrpcTransport(connection), Questions(retry, timeout))
+        self._start(GrpcTransport(connection), Asking(retry, timeout))
 
     @classmethod
     def local(
@@ -93,12 +113,12 @@ class Client:
             FailedPreconditionError: The engine's dependencies are not installed.
         """
         client = cls.__new__(cls)
-        client._start(LocalTransport(path, device), Questions(None, timeout))
+        client._start(LocalTransport(path, device), Asking(None, timeout, local=True))
         return client
 
     def indexes(self, *, timeout: float | None = None) -> list[IndexSummary]:
         """What is served, with each index's health."""
-        return self._run(self._questions.indexes(timeout))
+        return self._run(self._asking.indexes(timeout))
 
     def index(self, name: str | None = None, *, timeout: float | None = None) -> IndexInfo:
         """One index: its layers with sizes, rows, columns and exactness.
@@ -110,7 +130,7 @@ class Client:
         Raises:
             NotFoundError: No such index.
         """
-        return self._run(self._questions.index(name, timeout))
+        return self._run(self._asking.index(IndexQuestion(index=name), timeout))
 
     def top_k(
         self,
@@ -120,12 +140,12 @@ class Client:
         k: int = 10,
         where: str | Filter | None = None,
         group_by: str | None = None,
-        order: str = "largest",
-        rank_by: str = "weight",
+        order: Order = "largest",
+        rank_by: RankBy = "weight",
         unit: int | None = None,
         at_step: int | None = None,
         distinct: str | None = None,
-        strategy: str = "auto",
+        strategy: TopKStrategy = "auto",
         explain_plan: bool = False,
         index: str | None = None,
         timeout: float | None = None,
@@ -166,24 +186,22 @@ class Client:
                 has no exact dual form.
             ResourceExhaustedError: k over the server's limit, or its queue is full.
         """
-        return self._run(
-            self._questions.top_k(
-                layer,
-                queries,
-                k,
-                where,
-                group_by,
-                order,
-                rank_by,
-                unit,
-                at_step,
-                distinct,
-                strategy,
-                explain_plan,
-                index,
-                timeout,
-            )
+        question = TopKQuestion(
+            layer=layer,
+            queries=query_matrix(queries),
+            k=k,
+            where=filter_of(where),
+            group_by=group_by,
+            order=order,
+            rank_by=rank_by,
+            unit=unit,
+            at_step=at_step,
+            distinct=distinct,
+            strategy=strategy,
+            explain_plan=explain_plan,
+            index=index,
         )
+        return self._run(self._asking.rows(question, where, timeout, top_k_of))
 
     def sums(
         self,
@@ -194,7 +212,7 @@ class Client:
         absolute: bool = False,
         where: str | Filter | None = None,
         bins: Iterable[float] | None = None,
-        strategy: str = "auto",
+        strategy: SumsStrategy = "auto",
         explain_plan: bool = False,
         index: str | None = None,
         timeout: float | None = None,
@@ -221,20 +239,18 @@ class Client:
         Raises:
             InvalidArgumentError, NotFoundError, ResourceExhaustedError: As for `top_k`.
         """
-        return self._run(
-            self._questions.sums(
-                layer,
-                queries,
-                group_by,
-                absolute,
-                where,
-                bins,
-                strategy,
-                explain_plan,
-                index,
-                timeout,
-            )
+        question = SumsQuestion(
+            layer=layer,
+            queries=query_matrix(queries),
+            group_by=group_by,
+            absolute=absolute,
+            where=filter_of(where),
+            bins=bins,  # type: ignore[arg-type]
+            strategy=strategy,
+            explain_plan=explain_plan,
+            index=index,
         )
+        return self._run(self._asking.rows(question, where, timeout, sums_of))
 
     def profile(
         self,
@@ -264,9 +280,15 @@ class Client:
         Raises:
             InvalidArgumentError, NotFoundError, ResourceExhaustedError: As for `top_k`.
         """
-        return self._run(
-            self._questions.profile(layer, queries, bins, absolute, where, index, timeout)
+        question = SumsQuestion(
+            layer=layer,
+            queries=query_matrix(queries),
+            group_by="step",
+            absolute=absolute,
+            where=filter_of(where),
+            index=index,
         )
+        return self._run(self._asking.profile(question, bins, where, timeout))
 
     def dual_output(
         self,
@@ -276,7 +298,7 @@ class Client:
         where: str | Filter | None = None,
         at_step: int | None = None,
         group_by: str | None = None,
-        strategy: str = "auto",
+        strategy: OutputStrategy = "auto",
         explain_plan: bool = False,
         index: str | None = None,
         timeout: float | None = None,
@@ -302,26 +324,24 @@ class Client:
             InvalidArgumentError, NotFoundError, ResourceExhaustedError: As for `top_k`.
             FailedPreconditionError: The index holds no values, or the layer has no exact dual form.
         """
-        return self._run(
-            self._questions.dual_output(
-                layer,
-                queries,
-                where,
-                at_step,
-                group_by,
-                strategy,
-                explain_plan,
-                index,
-                timeout,
-            )
+        question = OutputQuestion(
+            layer=layer,
+            queries=query_matrix(queries),
+            where=filter_of(where),
+            at_step=at_step,
+            group_by=group_by,
+            strategy=strategy,
+            explain_plan=explain_plan,
+            index=index,
         )
+        return self._run(self._asking.rows(question, where, timeout, dual_output_of))
 
     def explain(
         self,
         queries: Mapping[str, object],
         *,
         k: int | None = 10,
-        order: str = "largest",
+        order: Order = "largest",
         where: str | Filter | None = None,
         group_by: str | None = None,
         absolute: bool = False,
@@ -350,19 +370,17 @@ class Client:
             InvalidArgumentError, NotFoundError, ResourceExhaustedError: As for `top_k`.
             FailedPreconditionError: As for `dual_output`.
         """
-        return self._run(
-            self._questions.explain(
-                queries,
-                k,
-                order,
-                where,
-                group_by,
-                absolute,
-                output,
-                index,
-                timeout,
-            )
+        question = ExplainQuestion(
+            layers=query_matrices(queries),
+            k=k,
+            order=order,
+            where=filter_of(where),
+            group_by=group_by,
+            absolute=absolute,
+            output=output,
+            index=index,
         )
+        return self._run(self._asking.explain(question, where, timeout))
 
     def stream_weights(
         self,
@@ -389,10 +407,11 @@ class Client:
             InvalidArgumentError, NotFoundError, ResourceExhaustedError: As for `top_k`; while the
                 chunks are taken.
         """
-        plan = self._questions.stream_weights(layer, queries, index, timeout)
+        question = StreamWeightsQuestion(layer, query_matrix(queries), index=index)
+        steps = self._asking.stream_weights(question, timeout)
 
         def chunks() -> Iterator[WeightsChunk]:
-            messages = self._run(plan, self._opened)
+            messages = self._run(steps, self._opened)
             with closing(messages):
                 for message in messages:
                     yield weights_of(message)
@@ -416,7 +435,7 @@ class Client:
         Raises:
             InvalidArgumentError: Something that can't be an id.
         """
-        return self._run(self._questions.examples(ids, index, timeout))
+        return self._run(self._asking.examples(ids, index, timeout))
 
     def close(self) -> None:
         """Gives back the connection or the opened index; may be called twice."""
@@ -436,9 +455,9 @@ class Client:
     ) -> None:
         self.close()
 
-    def _start(self, transport: Transport, questions: Questions) -> None:
+    def _start(self, transport: Transport, asking: Asking) -> None:
         self._transport = transport
-        self._questions = questions
+        self._asking = asking
         self._closed = False
 
     def _opened(self, request: Any, timeout: float | None) -> Generator[Any, None, None]:
@@ -454,22 +473,22 @@ class Client:
 
         return all_of_them()
 
-    def _run(self, plan: Plan[T], call: Callable[[Any, float | None], Any] | None = None) -> T:
+    def _run(self, steps: Steps[T], call: Callable[[Any, float | None], Any] | None = None) -> T:
         if self._closed:
             raise FailedPreconditionError("this client is closed; make a new one", reason="CLOSED")
         try:
-            step = next(plan)
+            step = next(steps)
             while True:
                 if isinstance(step, Pause):
                     time.sleep(step.seconds)
-                    step = next(plan)
+                    step = next(steps)
                     continue
                 try:
                     response = (call or self._transport.call)(step.request, step.timeout)
                 except DualformError as error:
-                    step = plan.throw(error)
+                    step = steps.throw(error)
                 else:
-                    step = plan.send(response)
+                    step = steps.send(response)
         except StopIteration as done:
             result: T = done.value
             return result

@@ -1,0 +1,301 @@
+"""How questions are asked, free of any transport: steps that say what to send, and what it means.
+
+Steps are a generator: it yields `Send` and is given the response (or has the error thrown in), or
+yields `Pause`; it returns the result. The clients only drive it, blocking or in an event loop, so
+that batches, limits, retries, the deadline and decoding are the same for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+
+from dualform.client._arrays import int64
+from dualform.client._filters import where_of
+from dualform.client._info import (
+    IndexInfo,
+    IndexSummary,
+    ServerLimits,
+    index_of,
+    limits_of,
+    summary_of,
+)
+from dualform.client._results import (
+    Explanation,
+    Result,
+    SumsResult,
+    explanations_of,
+    join,
+    join_explanations,
+    sums_of,
+)
+from dualform.client._retry import Deadline, Retry, may_help
+from dualform.client.errors import (
+    InvalidArgumentError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
+from dualform.questions import (
+    ExamplesQuestion,
+    ExplainQuestion,
+    IndexesQuestion,
+    IndexQuestion,
+    Question,
+    RowsQuestion,
+    StreamWeightsQuestion,
+    SumsQuestion,
+    message_of,
+)
+from dualform.v1 import attribution_pb2 as pb
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Send:
+    """Send a message (or ask a question), and come back with the response; `timeout` in seconds."""
+
+    request: Any
+    timeout: float | None
+
+
+@dataclass(frozen=True)
+class Pause:
+    """Come back after so many seconds."""
+
+    seconds: float
+
+
+Steps = Generator[Send | Pause, Any, T]
+
+# The server's word for an answer that a smaller batch would make fit.
+_TOO_LARGE = "ANSWER_TOO_LARGE"
+# Far more than a plot can show, and few enough for any message.
+MAX_BINS = 100_000
+# Beside the queries a request holds names and a tensor's header.
+_HEADER_BYTES = 256
+
+
+class Asking:
+    """Makes steps of questions; remembers the server's limits.
+
+    Args:
+        retry, timeout: Those of `Client`.
+        local: Whether questions are asked as they are, in this process, or travel as messages.
+    """
+
+    def __init__(self, retry: Retry | None, timeout: float | None, *, local: bool = False) -> None:
+        if retry is not None and not isinstance(retry, Retry):
+            raise InvalidArgumentError(
+                f"retry={retry!r} is of type {type(retry).__name__}; a dualform.client.Retry is "
+                "needed, or None for no second try",
+                field="retry",
+            )
+        self._local = local
+        self._retry = retry or Retry(attempts=1)
+        self._timeout = timeout
+        self._limits: ServerLimits | None = None
+
+    def indexes(self, timeout: float | None) -> Steps[list[IndexSummary]]:
+        """See Client.indexes."""
+        deadline = self._deadline(timeout)
+        response = yield from self._send(IndexesQuestion(), deadline)
+        self._limits = limits_of(response.limits)
+        return [summary_of(index) for index in response.indexes]
+
+    def index(self, question: IndexQuestion, timeout: float | None) -> Steps[IndexInfo]:
+        """See Client.index."""
+        deadline = self._deadline(timeout)
+        response = yield from self._send(question, deadline)
+        self._limits = limits_of(response.limits)
+        return index_of(response.index)
+
+    def rows(
+        self,
+        question: RowsQuestion,
+        where: str | pb.Filter | None,
+        timeout: float | None,
+        decode: Callable[[Any], Result],
+    ) -> Steps[Result]:
+        """Ask about rows, in as many parts as the server's limits need.
+
+        Args:
+            question: With all its queries.
+            where: What the user gave as filter, to say where in it a mistake is.
+            timeout: Seconds for all parts.
+            decode: Makes a result of a response.
+        """
+        deadline = self._deadline(timeout)
+        matrix = question.queries
+        limits = yield from self._known_limits(deadline)
+        size = _batch_size(_overhead(question, queries=matrix[:1]), matrix.shape[1], limits)
+        parts: list[Result] = []
+        start = 0
+        while start < len(matrix):
+            part = matrix[start : start + size]
+            try:
+                response = yield from self._send(replace(question, queries=part), deadline)
+            except ResourceExhaustedError as error:
+                size = _halved(error, len(part))
+            except InvalidArgumentError as error:
+                raise _located(error, where) from None
+            else:
+                parts.append(decode(response))
+                start += len(part)
+        return join(parts)
+
+    def profile(
+        self,
+        question: SumsQuestion,
+        bins: int,
+        where: str | pb.Filter | None,
+        timeout: float | None,
+    ) -> Steps[SumsResult]:
+        """Sums over so many equal parts of training; see Client.profile."""
+        deadline = self._deadline(timeout)
+        count = int64(bins, "bins")
+        if not 1 <= count <= MAX_BINS:
+            raise InvalidArgumentError(
+                f"bins={count}; from 1 to {MAX_BINS:,} equal parts of training are possible, and "
+                "sums(…, group_by='step', bins=[…]) takes edges of your own",
+                field="bins",
+            )
+        about = IndexQuestion(index=question.index)
+        steps = (yield from self.index(about, deadline.remaining())).steps
+        edges = np.linspace(0, max(steps, 1), count + 1).tolist()
+        whole = replace(question, bins=tuple(edges))
+        return (yield from self.rows(whole, where, deadline.remaining(), sums_of))
+
+    def explain(
+        self, question: ExplainQuestion, where: str | pb.Filter | None, timeout: float | None
+    ) -> Steps[dict[str, Explanation]]:
+        """See Client.explain."""
+        deadline = self._deadline(timeout)
+        left = dict(question.layers)
+        limits = yield from self._known_limits(deadline)
+        width = sum(queries.shape[1] for queries in left.values())
+        first = [(layer, queries[:1]) for layer, queries in left.items()]
+        size = _batch_size(_overhead(question, layers=first), width, limits)
+        parts: dict[str, list[Explanation]] = {layer: [] for layer in left}
+        while left:
+            batch = tuple((layer, queries[:size]) for layer, queries in left.items())
+            try:
+                response = yield from self._send(replace(question, layers=batch), deadline)
+            except ResourceExhaustedError as error:
+                size = _halved(error, min(size, max(map(len, left.values()))))
+                continue
+            except InvalidArgumentError as error:
+                raise _located(error, where) from None
+            for layer, found in zip(left, explanations_of(response), strict=True):
+                parts[layer].append(found)
+            left = {name: queries[size:] for name, queries in left.items() if len(queries) > size}
+        return {layer: join_explanations(found) for layer, found in parts.items()}
+
+    def stream_weights(self, question: StreamWeightsQuestion, timeout: float | None) -> Steps[Any]:
+        """See Client.stream_weights: what to send; the response is the driver's business."""
+        return self._send(question, self._deadline(timeout))
+
+    def examples(
+        self, ids: Iterable[object], index: str | None, timeout: float | None
+    ) -> Steps[list[bytes | str | None]]:
+        """See Client.examples."""
+        deadline = self._deadline(timeout)
+        # Padding has no id, and what has no id has no payload.
+        given = list(_flat(ids))
+        some = tuple(own for own in given if own is not None)
+        if not some:
+            return [None] * len(given)
+        question = ExamplesQuestion(some, index=index)  # type: ignore[arg-type]
+        limits = yield from self._known_limits(deadline)
+        payloads: list[bytes | str | None] = []
+        size = limits.max_queries
+        while len(payloads) < len(some):
+            part = question.ids[len(payloads) : len(payloads) + size]
+            try:
+                response = yield from self._send(replace(question, ids=part), deadline)
+            except ResourceExhaustedError as error:
+                size = _halved(error, len(part))
+            else:
+                payloads.extend(_payload(example) for example in response.examples)
+        found = iter(payloads)
+        return [None if own is None else next(found) for own in given]
+
+    def _known_limits(self, deadline: Deadline) -> Steps[ServerLimits]:
+        if self._limits is None:
+            response = yield from self._send(IndexesQuestion(), deadline)
+            self._limits = limits_of(response.limits)
+        return self._limits
+
+    def _send(self, question: Question, deadline: Deadline) -> Steps[Any]:
+        request = question if self._local else message_of(question)
+        pauses = self._retry.pauses()
+        tries = 0
+        while True:
+            tries += 1
+            try:
+                return (yield Send(request, deadline.remaining()))
+            except (UnavailableError, ResourceExhaustedError) as error:
+                pause = next(pauses, None) if may_help(error) else None
+                if pause is not None:
+                    pause += error.retry_after or 0.0
+                if pause is None or not deadline.allows(pause):
+                    if tries == 1:
+                        raise
+                    raise type(error)(
+                        f"{error} ({tries} tries)",
+                        reason=error.reason,
+                        field=error.field,
+                        retry_after=error.retry_after,
+                    ) from None
+            yield Pause(pause)
+
+    def _deadline(self, timeout: float | None) -> Deadline:
+        return Deadline(self._timeout if timeout is None else timeout)
+
+
+def _flat(ids: Iterable[object]) -> Iterable[object]:
+    if isinstance(ids, (str, bytes)) or not isinstance(ids, Iterable):
+        raise InvalidArgumentError(
+            f"ids={ids!r}: a list or one-dimensional array of ids is needed, such as [{ids!r}]",
+            field="ids",
+        )
+    shape = tuple(getattr(ids, "shape", (1,)))
+    if len(shape) != 1:
+        raise InvalidArgumentError(
+            f"ids have shape {list(shape)}; pass ids.ravel(), and payloads come back in its order",
+            field="ids",
+        )
+    # Arrays, tensors and pandas' columns alike: Python scalars.
+    return ids.tolist() if hasattr(ids, "tolist") else ids
+
+
+def _payload(example: pb.Example) -> bytes | str | None:
+    kind = example.WhichOneof("payload")
+    payload: bytes | str | None = None if kind is None else getattr(example, kind)
+    return payload
+
+
+def _located(error: InvalidArgumentError, where: str | pb.Filter | None) -> InvalidArgumentError:
+    """The error, with the place in the filter's text that it speaks of."""
+    return where_of(where).located(error) if error.field == "where" else error
+
+
+def _overhead(question: Question, **one_query: Any) -> int:
+    """Bytes of a request without its queries."""
+    return int(message_of(replace(question, **one_query)).ByteSize()) + _HEADER_BYTES
+
+
+def _batch_size(overhead: int, width: int, limits: ServerLimits) -> int:
+    """How many queries of so many numbers one request holds."""
+    row_bytes = max(1, width * 4)
+    return max(1, min(limits.max_queries, (limits.max_message_bytes - overhead) // row_bytes))
+
+
+def _halved(error: ResourceExhaustedError, size: int) -> int:
+    """A batch of half the size, where that can help; otherwise the error goes on."""
+    if error.reason != _TOO_LARGE or size < 2:
+        raise error
+    return size // 2
