@@ -7,6 +7,7 @@
     python -m benchmarks explain     several answers from one scan beside each by itself
     python -m benchmarks load        a server that several clients ask at once
     python -m benchmarks memory      what the server holds at its peak, question by question
+    python -m benchmarks refused     what the server keeps of requests that it refused
     python -m benchmarks answers     sums, outputs, gRPC on top, and how top-k grows with the memory
     python -m benchmarks ratios      what the above wrote beside the key ratios in ratios.json
 
@@ -21,7 +22,18 @@ import sys
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-NAMES = ("recorder", "build", "topk", "filtered", "answers", "explain", "load", "memory", "ratios")
+NAMES = (
+    "recorder",
+    "build",
+    "topk",
+    "filtered",
+    "answers",
+    "explain",
+    "load",
+    "memory",
+    "refused",
+    "ratios",
+)
 
 
 def main() -> None:
