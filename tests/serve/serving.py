@@ -99,6 +99,7 @@ class Refusal:
     message: str
     reason: str
     fields: list[str]
+    retry_after: float | None = None
 
 
 def refusal(call: Callable[[], Any]) -> Refusal:
@@ -110,13 +111,15 @@ def refusal(call: Callable[[], Any]) -> Refusal:
     assert status is not None, f"no details: {error.code()} {error.details()}"
     info = error_details_pb2.ErrorInfo()
     bad = error_details_pb2.BadRequest()
+    retry = error_details_pb2.RetryInfo()
     for detail in status.details:
-        for message in (info, bad):
+        for message in (info, bad, retry):
             detail.Unpack(message)
     assert info.domain == "dualform"
     assert status.message == error.details()
     fields = [violation.field for violation in bad.field_violations]
-    return Refusal(error.code(), status.message, info.reason, fields)
+    after = retry.retry_delay.ToMilliseconds() / 1000 if retry.HasField("retry_delay") else None
+    return Refusal(error.code(), status.message, info.reason, fields, after)
 
 
 def tensor(array: np.ndarray) -> pb.Tensor:

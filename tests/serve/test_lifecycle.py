@@ -110,6 +110,8 @@ def test_a_full_queue_refuses(gated: Served) -> None:
     refused = refusal(lambda: until_refused(gated))
     assert (refused.code, refused.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
     assert "limits.queued_scans" in refused.message
+    assert refused.retry_after is not None
+    assert 0 < refused.retry_after <= 30
     GatedCatalog.gate.set()
     for call in calls:
         call.result(timeout=10)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,9 @@ class Holding(Catalog):
         return super().answer(request, stop)
 
 indexes = {"i": pathlib.Path(sys.argv[1])}
-limits = ServerLimits(concurrent_scans=1, queued_scans=1, max_queries=1 << 20)
+limits = ServerLimits(
+    concurrent_scans=1, queued_scans=1, max_queries=1 << 20, waiting_mib=128
+)
 config = ServerConfig(indexes, listen="127.0.0.1:0", limits=limits)
 catalog = Holding(indexes, limits=Limits(limits.max_k, limits.max_queries, limits.max_message_mib))
 asyncio.run(command._serve(config, catalog))
@@ -52,14 +55,19 @@ asyncio.run(command._serve(config, catalog))
 class Uncollected:
     """A server whose garbage collector never runs, and a client to it."""
 
-    def __init__(self, process: subprocess.Popen[str], channel: grpc.Channel) -> None:
+    def __init__(self, process: subprocess.Popen[str], address: str, channel: grpc.Channel) -> None:
         self._process = psutil.Process(process.pid)
+        self.address = address
         self.stub = attribution_pb2_grpc.AttributionServiceStub(channel)
+
+    def now(self) -> float:
+        """Resident memory, MiB."""
+        return float(self._process.memory_info().rss / 2**20)
 
     def mib(self) -> float:
         """Resident memory once it stands still."""
         seen = 0.0
-        while abs(seen - (now := self._process.memory_info().rss / 2**20)) > 1:
+        while abs(seen - (now := self.now())) > 1:
             seen = now
             time.sleep(0.3)
         return now
@@ -79,7 +87,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Uncollected]:
     address = process.stdout.readline().removeprefix("listening on ").strip()
     options = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
     with grpc.insecure_channel(address, options=options) as channel:
-        yield Uncollected(process, channel)
+        yield Uncollected(process, address, channel)
     process.terminate()
     _, log = process.communicate(timeout=30)
     assert "Traceback" not in log
@@ -166,3 +174,27 @@ def test_wrong_and_cancelled_streams(server: Uncollected) -> None:
         call.cancel()
 
     assert grows(server, once) < MOST_MIB
+
+
+def test_many_large_requests_at_once_are_not_all_in_memory(server: Uncollected) -> None:
+    clients, most = 20, 0.0
+    request = pb.TopKRequest(layer="fc", k=HOLDS, queries=large(0)).SerializeToString()
+    before = server.mib()
+    with ExitStack() as channels:
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        calls = []
+        for _ in range(clients):
+            channel = channels.enter_context(grpc.insecure_channel(server.address, options))
+            call = channel.unary_unary("/dualform.v1.AttributionService/TopK")
+            calls.append(call.future(request, timeout=20))
+        end = time.monotonic() + 20
+        while not all(call.done() for call in calls) and time.monotonic() < end:
+            most = max(most, server.now())
+            time.sleep(0.02)
+        for call in calls:
+            call.cancel()
+        codes = [call.code() for call in calls]
+    # Two fit the budget of 128 MiB and wait; the others were read, four at a time, and refused.
+    assert codes.count(grpc.StatusCode.RESOURCE_EXHAUSTED) >= clients - 3
+    # While it is received a message is there twice, while it is worked on three times.
+    assert most - before < (4 * 2 + 2 * 3) * REQUEST_MIB < clients * REQUEST_MIB

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from dualform.serve.scans import ScanQueue
+from dualform.serve.scans import CHEAP_S, Asker, ScanQueue
 from dualform.serve.status import Refusal
 
 
@@ -156,6 +156,82 @@ def test_drain_waits_for_what_runs_and_what_waits() -> None:
         gate.open.set()
         await draining
         assert [task.done() for task in tasks] == [True] * 5
+        queue.close()
+
+    asyncio.run(main())
+
+
+def test_a_client_that_asks_much_does_not_hold_up_one_that_asks_little() -> None:
+    async def main() -> None:
+        queue, ended = ScanQueue(1, 100), []
+
+        async def ask(client: str, number: int) -> None:
+            await queue.run(lambda stop: time.sleep(0.01), asker=Asker(client, seconds=1))
+            ended.append((client, number))
+
+        many = [asyncio.create_task(ask("many", number)) for number in range(30)]
+        await asyncio.sleep(0.025)
+        few = [asyncio.create_task(ask("few", number)) for number in range(3)]
+        await asyncio.gather(*many, *few)
+        # By turns, from where it came in: not behind the thirty.
+        places = [place for place, (client, _) in enumerate(ended) if client == "few"]
+        assert places[-1] < 12
+        assert [number for client, number in ended if client == "many"] == list(range(30))
+        queue.close()
+
+    asyncio.run(main())
+
+
+def test_what_is_cheap_has_a_place_of_its_own() -> None:
+    async def main() -> None:
+        queue, gate = ScanQueue(2, 100), Gate()
+        asked = [asyncio.create_task(queue.run(gate.scan)) for _ in range(5)]
+        await gate.until(lambda: gate.running == 2)
+        for _ in range(10):
+            cheap = Asker("same", seconds=CHEAP_S / 2)
+            assert await asyncio.wait_for(queue.run(lambda stop: "answer", asker=cheap), 5)
+        # What is known to be expensive does not take it.
+        dear = asyncio.create_task(queue.run(gate.scan, asker=Asker(seconds=CHEAP_S * 2)))
+        await asyncio.sleep(0.05)
+        assert gate.running == 2
+        gate.open.set()
+        await asyncio.gather(*asked, dear)
+        queue.close()
+
+    asyncio.run(main())
+
+
+def test_one_client_does_not_fill_the_queue() -> None:
+    async def main() -> None:
+        queue, gate = ScanQueue(1, 16), Gate()
+        asked = [asyncio.create_task(queue.run(gate.scan, asker=Asker("a"))) for _ in range(30)]
+        await gate.until(lambda: gate.running == 1)
+        other = asyncio.create_task(queue.run(gate.scan, asker=Asker("b")))
+        await asyncio.sleep(0.02)
+        gate.open.set()
+        found = await asyncio.gather(*asked)
+        assert await other == "answer"
+        refused = [own for own in found if isinstance(own, Refusal)]
+        assert refused
+        assert all(own.reason == "QUEUE_FULL" and own.retry_after for own in refused)
+        queue.close()
+
+    asyncio.run(main())
+
+
+def test_a_place_given_to_one_who_has_gone_goes_to_the_next() -> None:
+    async def main() -> None:
+        queue = ScanQueue(1, 100)
+        for _ in range(50):
+            gate = Gate()
+            first = asyncio.create_task(queue.run(gate.scan))
+            waiting = [asyncio.create_task(queue.run(lambda stop: "answer")) for _ in range(3)]
+            await gate.until(lambda gate=gate: gate.running == 1)
+            gate.open.set()
+            await first
+            waiting[0].cancel()
+            assert await asyncio.wait_for(asyncio.gather(*waiting[1:]), 5) == ["answer"] * 2
+        await asyncio.wait_for(queue.drain(), 5)
         queue.close()
 
     asyncio.run(main())

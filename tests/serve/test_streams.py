@@ -17,7 +17,7 @@ import pytest
 from synthetic import make_index
 
 from dualform.engine.messages.catalog import Catalog
-from dualform.serve import ServerLimits
+from dualform.serve import ServerLimits, calls
 from dualform.v1 import attribution_pb2 as pb
 from dualform.v1 import attribution_pb2_grpc
 
@@ -198,3 +198,37 @@ def test_refusals(
     given = {"index": "i", "layer": request.layer, "queries": request.queries, **change}
     refused = refusal(lambda: list(counting.stub.StreamWeights(pb.StreamWeightsRequest(**given))))
     assert (refused.code, refused.fields) == (code, [field])
+
+
+def test_a_stream_that_nobody_reads_ends(
+    index: Path, keys: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calls, "UNREAD_S", 1.0)
+    CountingCatalog.gate.set()
+    limits = ServerLimits(concurrent_scans=1, queued_scans=1, max_queries=300)
+    with serving({"i": index}, limits, CountingCatalog) as served:
+        unread = [served.stub.StreamWeights(ask(keys[:300])) for _ in range(2)]
+        for call in unread:
+            next(call)
+        until(lambda: _free(served, keys))
+        refused = refusal(lambda: list(unread[0]))
+        assert refused.code == grpc.StatusCode.DEADLINE_EXCEEDED
+        assert refused.reason == "UNREAD_STREAM"
+
+
+def test_streams_of_one_connection_leave_places_to_others(index: Path, keys: np.ndarray) -> None:
+    CountingCatalog.gate.set()
+    limits = ServerLimits(concurrent_scans=2, queued_scans=6, max_queries=300)
+    with serving({"i": index}, limits, CountingCatalog) as served:
+        unread = [served.stub.StreamWeights(ask(keys[:300])) for _ in range(4)]
+        for call in unread:
+            next(call)
+        refused = refusal(lambda: next(served.stub.StreamWeights(ask(keys[:1]))))
+        assert refused.reason == "QUEUE_FULL"
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        with grpc.insecure_channel(served.address, options=options) as channel:
+            stub = attribution_pb2_grpc.AttributionServiceStub(channel)
+            rows = sum(part.weights.shape[1] for part in stub.StreamWeights(ask(keys[:1])))
+            assert rows == ROWS
+        for call in unread:
+            call.cancel()

@@ -31,6 +31,7 @@ class ServerLimits:
         max_message_mib: Largest request and response, in MiB.
         concurrent_scans: Requests that are worked on at a time, each in its own thread.
         queued_scans: Requests that may wait for that; more are refused.
+        waiting_mib: Requests above 1 MiB that may be in memory together, in MiB; at least one may.
 
     Raises:
         ConfigError: A value out of range.
@@ -41,6 +42,7 @@ class ServerLimits:
     max_message_mib: int = 64
     concurrent_scans: int = 2
     queued_scans: int = 64
+    waiting_mib: int = 256
 
     def __post_init__(self) -> None:
         _check_integer("limits.max_k", self.max_k, 1, 2**31)
@@ -48,6 +50,7 @@ class ServerLimits:
         _check_integer("limits.max_message_mib", self.max_message_mib, 1, 2047)
         _check_integer("limits.concurrent_scans", self.concurrent_scans, 1, 1024)
         _check_integer("limits.queued_scans", self.queued_scans, 0, 2**20)
+        _check_integer("limits.waiting_mib", self.waiting_mib, 1, 2**20)
 
 
 @dataclass(frozen=True)

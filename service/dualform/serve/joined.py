@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dualform.serve.scans import ScanQueue, Stop
+from dualform.serve.scans import Asker, ScanQueue, Stop
 from dualform.serve.status import Refusal
 
 MOST_BYTES = 1 << 20
@@ -26,6 +26,7 @@ class _Member:
     """One request that waits for its answer."""
 
     request: Any
+    asker: Asker
     answer: asyncio.Future[bytes | Refusal]
     gone: bool = False
 
@@ -57,25 +58,29 @@ class JoinedScans:
         self._open: dict[bytes, _Batch] = {}
         self._running: dict[bytes, asyncio.Event] = {}
 
-    async def run(self, key: bytes, request: Any, size: int) -> bytes | Refusal:
+    async def run(
+        self, key: bytes, request: Any, size: int, asker: Asker | None = None
+    ) -> bytes | Refusal:
         """The answer to a request, or a refusal: the answer's own, or that the queue is full.
 
         Args:
             key: The same for requests that may be answered together.
             request: As `answer` takes it.
             size: Its bytes.
+            asker: Whom it is for.
 
         Raises:
             asyncio.CancelledError: The caller gave up.
         """
         loop = asyncio.get_running_loop()
-        if refused := self._scans.enter():
+        asker = asker or Asker()
+        if refused := self._scans.enter(asker.client):
             return refused
         batch = self._open.get(key)
         if batch is None or batch.size + size > MOST_BYTES:
             batch = self._open[key] = _Batch()
             batch.task = loop.create_task(self._work(key, batch))
-        member = _Member(request, loop.create_future())
+        member = _Member(request, asker, loop.create_future())
         batch.members.append(member)
         batch.size += size
         try:
@@ -83,7 +88,7 @@ class JoinedScans:
         finally:
             member.gone = True
             if not batch.started:
-                self._scans.leave(1)
+                self._scans.leave(asker.client)
                 batch.members.remove(member)
                 if not batch.members and batch.task is not None:
                     batch.task.cancel()
@@ -98,7 +103,8 @@ class JoinedScans:
             batch.started = True
             self._close(key, batch)
             self._running[key] = done
-            self._scans.leave(len(batch.members))
+            for member in batch.members:
+                self._scans.leave(member.asker.client)
 
         def answer(_: Stop) -> Sequence[bytes | Refusal]:
             members = batch.members
@@ -106,13 +112,18 @@ class JoinedScans:
             return self._answer(requests, lambda: all(member.gone for member in members))
 
         try:
-            found = await self._scans.run(answer, what=self._what, admitted=True, starting=starting)
+            # Whoever came first pays for all.
+            asker = batch.members[0].asker
+            found = await self._scans.run(
+                answer, what=self._what, asker=asker, admitted=True, starting=starting
+            )
         finally:
             done.set()
             if self._running.get(key) is done:
                 del self._running[key]
         answers = [found] * len(batch.members) if isinstance(found, Refusal) else found
         for member, own in zip(batch.members, answers, strict=True):
+            member.asker.queued_s, member.asker.computed_s = asker.queued_s, asker.computed_s
             if not member.answer.done():
                 member.answer.set_result(own)
 

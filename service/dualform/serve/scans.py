@@ -1,47 +1,102 @@
-"""The queue before the scans: how many run at a time, how many may wait, and who gave up.
+"""The queue before the scans: who is next, how many run at a time, how many may wait.
 
 A scan runs in a thread, never in the event loop. It keeps its place until its thread is done, also
 where its caller has gone: giving up only asks it to stop, between two tiles.
+
+Fair: each client has a clock that its scans wind on by what they cost, and the client whose clock
+is furthest behind is next (start-time fair queueing, Goyal et al., 1996). So what one client asks
+costs the others at most the rest of a running scan. And what is known to be cheap has one more
+place of its own, where it waits for nothing expensive.
 """
 
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from dualform.serve.memory import heap
-from dualform.serve.status import Refusal, or_refusal
+from dualform.serve.status import Refusal, busy, or_refusal
 
 T = TypeVar("T")
 Stop = Callable[[], bool]
 
+CHEAP_S = 0.05
+"""What takes less has the cheap place too."""
+_UNKNOWN_S = 0.1
 _LOOK_AGAIN_S = 0.01
+_MOST_CLOCKS = 1024
+
+
+@dataclass(eq=False)
+class Asker:
+    """Whom a scan is for, what it will cost, and then what it did.
+
+    Attributes:
+        client: Whose clock it winds on.
+        connection: Over which the answer goes.
+        seconds: What it will take, by experience; None where there is none.
+        queued_s: How long it waited; the last scan of several.
+        computed_s: How long its scans took.
+    """
+
+    client: str = ""
+    connection: str = ""
+    seconds: float | None = None
+    queued_s: float = 0.0
+    computed_s: float = 0.0
+
+    @property
+    def cheap(self) -> bool:
+        """Whether it may take the cheap place."""
+        return self.seconds is not None and self.seconds < CHEAP_S
+
+    @property
+    def expected_s(self) -> float:
+        """What its client's clock is wound on by, to be corrected later."""
+        return _UNKNOWN_S if self.seconds is None else self.seconds
 
 
 class ScanQueue:
-    """Runs at most `concurrent` scans at a time while at most `queued` more wait.
+    """Runs at most `concurrent` scans at a time, and a cheap one, while at most `queued` wait.
 
+    Of the places to wait an eighth is left to other clients than the one that has the most.
     Belongs to the event loop that first awaits `run`.
     """
 
     def __init__(self, concurrent: int, queued: int) -> None:
         self._concurrent = concurrent
         self._queued = queued
-        self._running = asyncio.Semaphore(concurrent)
-        self._free = concurrent
-        self._waiting = 0
-        self._streams = 0
-        self._pool = ThreadPoolExecutor(concurrent, thread_name_prefix="scan")
+        self._places = _Places(concurrent)
+        self._waiting: Counter[str] = Counter()
+        self._streams: Counter[str] = Counter()
+        self._pool = ThreadPoolExecutor(concurrent + 1, thread_name_prefix="scan")
+        self._seconds = _UNKNOWN_S
+
+    @property
+    def waiting(self) -> int:
+        """How many wait."""
+        return self._waiting.total()
+
+    @property
+    def running(self) -> int:
+        """How many run."""
+        return self._places.taken
 
     async def run(
         self,
         scan: Callable[[Stop], T],
         *,
         what: str = "scan",
+        asker: Asker | None = None,
         admitted: bool = False,
         starting: Callable[[], None] = lambda: None,
     ) -> T | Refusal:
@@ -50,6 +105,7 @@ class ScanQueue:
         Args:
             scan: Called with a function that returns True once the caller has given up.
             what: What the log calls it, should it fail.
+            asker: Whom it is for.
             admitted: It was let in already: by `enter` or `stream`.
             starting: Called in the event loop when its turn has come.
 
@@ -59,23 +115,35 @@ class ScanQueue:
         Raises:
             asyncio.CancelledError: The caller gave up: its deadline passed or it went away.
         """
-        if not admitted and (refused := self.enter()):
+        asker = asker or Asker()
+        if not admitted and (refused := self.enter(asker.client)):
             return refused
+        came = time.monotonic()
         try:
-            await self._running.acquire()
+            cheap_place = await self._places.take(asker)
         finally:
             if not admitted:
-                self.leave(1)
-        self._free -= 1
+                self.leave(asker.client)
         starting()
+        asker.queued_s = time.monotonic() - came
         stop = threading.Event()
-        loop = asyncio.get_running_loop()
-        future = self._pool.submit(or_refusal, what, lambda: scan(stop.is_set))
+        loop, expected = asyncio.get_running_loop(), asker.expected_s
+
+        def timed() -> T | Refusal:
+            begin = time.monotonic()
+            found = or_refusal(what, lambda: scan(stop.is_set))
+            seconds = time.monotonic() - begin
+            self._seconds += 0.2 * (seconds - self._seconds)
+            asker.computed_s += seconds
+            _in(loop, self._places.charge, asker.client, seconds - expected)
+            return found
+
+        future = self._pool.submit(timed)
         # In this order: a caller's next request must find the place free, and nobody need wait
         # while memory is returned, which can take milliseconds.
-        future.add_done_callback(lambda done: self._release(loop))
+        future.add_done_callback(lambda _: _in(loop, self._places.give, cheap_place))
         answer = asyncio.wrap_future(future)
-        future.add_done_callback(lambda done: heap.give_back())
+        future.add_done_callback(lambda _: heap.give_back())
         try:
             return await answer
         finally:
@@ -83,62 +151,144 @@ class ScanQueue:
             # An exception that it holds holds this frame.
             del answer, future
 
-    def enter(self) -> Refusal | None:
+    def enter(self, client: str = "") -> Refusal | None:
         """Begin to wait, which `leave` ends; or a refusal: the queue is full."""
-        if self._waiting >= self._queued + self._free:
-            running = self._concurrent - self._free
-            return _busy(f"{running} scans run and {self._waiting} wait")
-        self._waiting += 1
+        most = self._queued + self._concurrent - self._places.taken
+        of_one = most - self._queued // 8
+        if self.waiting >= most or self._waiting[client] >= of_one:
+            what = f"{self.running} scans run and {self.waiting} wait (limits.queued_scans)"
+            return busy(what, self._soon())
+        self._waiting[client] += 1
         return None
 
-    def leave(self, count: int) -> None:
-        """So many wait no longer."""
-        self._waiting -= count
+    def leave(self, client: str = "", count: int = 1) -> None:
+        """So many of a client wait no longer."""
+        self._waiting[client] -= count
+        if not self._waiting[client]:
+            del self._waiting[client]
 
     @contextmanager
-    def stream(self) -> Iterator[Refusal | None]:
+    def stream(self, connection: str = "") -> Iterator[Refusal | None]:
         """While one answer is sent in parts; between its parts it holds no place.
+
+        Args:
+            connection: Over which it is sent; half of all such answers at most go over one.
 
         Yields:
             None, or a refusal: as many are being sent as may run and wait.
         """
-        if self._streams >= self._concurrent + self._queued:
-            yield _busy(f"{self._streams} answers are being sent in parts")
+        most, sent = self._concurrent + self._queued, self._streams.total()
+        if sent >= most or self._streams[connection] >= max(2, most // 2):
+            own = self._streams[connection]
+            yield busy(f"{sent} answers are being sent in parts, {own} of them to this connection")
             return
-        self._streams += 1
+        self._streams[connection] += 1
         try:
             yield None
         finally:
-            self._streams -= 1
+            self._streams[connection] -= 1
+            if not self._streams[connection]:
+                del self._streams[connection]
 
     async def drain(self) -> None:
         """Wait until no scan runs or waits, and take every place: nothing starts afterwards."""
-        while self._waiting or self._streams:
+        while self.waiting or self._streams or not self._places.idle:
             await asyncio.sleep(_LOOK_AGAIN_S)
-        for _ in range(self._concurrent):
-            await self._running.acquire()
+        self._places.shut()
 
     def close(self) -> None:
         """Wait for the threads. Nothing may be asked afterwards."""
         self._pool.shutdown(wait=True)
 
-    def _release(self, loop: asyncio.AbstractEventLoop) -> None:
-        def release() -> None:
-            self._free += 1
-            self._running.release()
+    def _soon(self) -> float:
+        """Seconds after which a place to wait should be free: a scan's usual time."""
+        return min(30.0, max(0.1, self._seconds))
 
+
+def _in(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any) -> None:
+    """Call it there; where the loop ended before the thread did, nobody waits any more."""
+    try:
+        loop.call_soon_threadsafe(function, *arguments)
+    except RuntimeError:
+        if not loop.is_closed():
+            raise
+
+
+class _Places:
+    """So many places for anything, and one for what is cheap; whose turn it is to take one."""
+
+    def __init__(self, places: int) -> None:
+        self._free = places
+        self._cheap_free = 1
+        self.taken = 0
+        self._now = 0.0
+        self._clocks: dict[str, float] = {}
+        self._order = itertools.count()
+        self._lines: tuple[list[_Waiting], list[_Waiting]] = ([], [])
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing runs, cheap or not."""
+        return not self.taken and self._cheap_free == 1
+
+    async def take(self, asker: Asker) -> bool:
+        """Wait for a place; True where it is the cheap one, False otherwise."""
+        start = max(self._now, self._clocks.get(asker.client, 0.0))
+        self._clocks[asker.client] = start + asker.expected_s
+        own = _Waiting(start, next(self._order), asyncio.get_running_loop().create_future())
+        heapq.heappush(self._lines[asker.cheap], own)
+        self._hand_out()
         try:
-            loop.call_soon_threadsafe(release)
-        except RuntimeError:
-            # The loop ended before the thread did: nobody waits for its place any more.
-            if not loop.is_closed():
-                raise
+            return await own.place
+        except asyncio.CancelledError:
+            if own.place.done() and not own.place.cancelled():
+                self.give(own.place.result())
+            raise
+
+    def give(self, cheap_place: bool) -> None:
+        """A place is free again."""
+        self.taken -= not cheap_place
+        self._cheap_free += cheap_place
+        self._free += not cheap_place
+        self._hand_out()
+
+    def charge(self, client: str, seconds: float) -> None:
+        """A scan of this client took so much more than expected, or less."""
+        if client in self._clocks:
+            self._clocks[client] += seconds
+
+    def shut(self) -> None:
+        """Hand out nothing any more."""
+        self._free = self._cheap_free = -(2**31)
+
+    def _hand_out(self) -> None:
+        other, cheap = self._lines
+        for line in self._lines:
+            while line and line[0].place.done():
+                heapq.heappop(line)
+        while self._cheap_free > 0 and cheap:
+            self._next(cheap, cheap_place=True)
+        while self._free > 0 and (other or cheap):
+            first = min((line for line in self._lines if line), key=lambda line: line[0])
+            self._next(first, cheap_place=False)
+        if len(self._clocks) > _MOST_CLOCKS:
+            self._clocks = {who: at for who, at in self._clocks.items() if at > self._now}
+
+    def _next(self, line: list[_Waiting], *, cheap_place: bool) -> None:
+        own = heapq.heappop(line)
+        if own.place.done():
+            return
+        self._now = max(self._now, own.start)
+        self.taken += not cheap_place
+        self._cheap_free -= cheap_place
+        self._free -= not cheap_place
+        own.place.set_result(cheap_place)
 
 
-def _busy(what: str) -> Refusal:
-    return Refusal(
-        "RESOURCE_EXHAUSTED",
-        f"the server is busy: {what}; ask again later, or raise limits.queued_scans in the "
-        "server's configuration",
-        "QUEUE_FULL",
-    )
+@dataclass(frozen=True, order=True)
+class _Waiting:
+    """One that waits: where its client's clock stood, its number, and its place to come."""
+
+    start: float
+    number: int
+    place: asyncio.Future[bool]

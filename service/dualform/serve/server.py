@@ -17,16 +17,21 @@ from grpc_reflection.v1alpha import reflection
 
 from dualform.engine.errors import CancelledError
 from dualform.engine.messages.catalog import Catalog, Limits
+from dualform.serve.calls import Calls
 from dualform.serve.config import ConfigError, ServerConfig
 from dualform.serve.handlers import SERVICE, attribution_handlers
 from dualform.serve.health import HEALTH_SERVICE, HealthBoard
 from dualform.serve.memory import heap
+from dualform.serve.reading import RequestReader
 from dualform.serve.scans import ScanQueue
 
 NOTICE_S = 0.5
 GRACE_S = 30.0
 # For answers that are computed and on their way; open health watches never end by themselves.
 LAST_WRITES_S = 2.0
+MOST_CALLS_OF_A_CONNECTION = 256
+# Health checks and reflection included; whatever is beyond is refused before it is read.
+MOST_CALLS = 2048
 
 _LOG = logging.getLogger("dualform.serve")
 
@@ -61,6 +66,8 @@ class Server:
         self._catalog = catalog
         self._health = HealthBoard(catalog)
         self._scans = ScanQueue(config.limits.concurrent_scans, config.limits.queued_scans)
+        self._reader = RequestReader(config.limits.waiting_mib << 20)
+        self._calls = Calls(self._reader, self._health.refresh)
         self._stopping = threading.Event()
         self._sweeping: asyncio.Task[None] | None = None
         message = config.limits.max_message_mib << 20
@@ -70,7 +77,15 @@ class Server:
                 ("grpc.max_send_message_length", message),
                 # Two servers on one port would share its clients without a word.
                 ("grpc.so_reuseport", 0),
-            ]
+                # Clients may ping each second, also while nothing is asked, and keep their calls.
+                ("grpc.http2.min_ping_interval_without_data_ms", 1000),
+                ("grpc.keepalive_permit_without_calls", 1),
+                # Clients that vanished without a word are noticed.
+                ("grpc.keepalive_time_ms", 30_000),
+                ("grpc.keepalive_timeout_ms", 20_000),
+                ("grpc.max_concurrent_streams", MOST_CALLS_OF_A_CONNECTION),
+            ],
+            maximum_concurrent_rpcs=MOST_CALLS,
         )
 
     async def start(self) -> str:
@@ -83,7 +98,7 @@ class Server:
             ConfigError: The address cannot be listened on.
         """
         self._server.add_generic_rpc_handlers(
-            (attribution_handlers(self._catalog, self._scans, self._health.refresh),)
+            (attribution_handlers(self._catalog, self._scans, self._calls),)
         )
         self._health.add_to(self._server)
         reflection.enable_server_reflection(

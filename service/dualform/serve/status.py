@@ -1,7 +1,8 @@
 """How a refusal travels: a canonical code, a message, and details that programs can read.
 
 Details are `google.rpc.ErrorInfo` (domain "dualform", a stable reason) and, where one field of the
-request is at fault, `google.rpc.BadRequest`, inside the `google.rpc.Status` of the trailers.
+request is at fault, `google.rpc.BadRequest`, or where asking again makes sense
+`google.rpc.RetryInfo`, inside the `google.rpc.Status` of the trailers.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import grpc
-from google.protobuf import any_pb2
+from google.protobuf import any_pb2, duration_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
@@ -39,12 +40,14 @@ class Refusal:
         message: What was given, what is allowed, how to get there.
         reason: Stable word for programs.
         field: The request's field at fault, if it is one.
+        retry_after: Seconds after which asking again makes sense, if it does.
     """
 
     code: str
     message: str
     reason: str
     field: str | None = None
+    retry_after: float | None = None
 
     @classmethod
     def of(cls, error: EngineError) -> Refusal:
@@ -56,6 +59,17 @@ class Refusal:
         """What the caller learns of a bug: nothing but where the log tells more."""
         message = f"internal error {ticket}: the server's log has the details under this word"
         return cls("INTERNAL", message, "INTERNAL")
+
+
+def busy(what: str, retry_after: float = 1.0) -> Refusal:
+    """A refusal because of what others asked; `retry_after` seconds later it may be different."""
+    return Refusal(
+        "RESOURCE_EXHAUSTED",
+        f"the server is busy: {what}; ask again in {retry_after:.1f} s, or raise the limit in the "
+        "server's configuration",
+        "QUEUE_FULL",
+        retry_after=retry_after,
+    )
 
 
 def or_refusal(what: str, work: Callable[[], T]) -> T | Refusal:
@@ -79,6 +93,10 @@ def rich_status(refusal: Refusal) -> status_pb2.Status:
             field=_shorten(refusal.field), description=message
         )
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    if refusal.retry_after is not None:
+        delay = duration_pb2.Duration()
+        delay.FromMilliseconds(max(1, round(refusal.retry_after * 1000)))
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
     status = status_pb2.Status(code=code_pb2.Code.Value(refusal.code), message=message)
     for detail in details:
         packed = any_pb2.Any()
@@ -87,7 +105,11 @@ def rich_status(refusal: Refusal) -> status_pb2.Status:
     return status
 
 
-def refuse(context: grpc.aio.ServicerContext[Any, Any], refusal: Refusal) -> None:
+def refuse(
+    context: grpc.aio.ServicerContext[Any, Any],
+    refusal: Refusal,
+    metadata: tuple[tuple[str, str], ...] = (),
+) -> None:
     """Let the call end with this refusal once its handler returns.
 
     `context.abort` would raise an exception that the call's own state keeps, and with it, until the
@@ -96,7 +118,7 @@ def refuse(context: grpc.aio.ServicerContext[Any, Any], refusal: Refusal) -> Non
     status = rpc_status.to_status(rich_status(refusal))
     context.set_code(status.code)
     context.set_details(status.details)
-    context.set_trailing_metadata(status.trailing_metadata)
+    context.set_trailing_metadata((*metadata, *status.trailing_metadata))
 
 
 def _shorten(text: str) -> str:

@@ -1,0 +1,154 @@
+"""One call from beginning to end: read, answered, or refused with a word on why, and reported.
+
+What is the same for every method is here, whatever it answers; `handlers` holds what differs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import grpc
+
+from dualform.engine.errors import DataLossError
+from dualform.serve.reading import RequestReader
+from dualform.serve.scans import Asker
+from dualform.serve.status import Refusal, refuse
+
+REQUEST_ID = "x-request-id"
+"""Metadata: taken from the caller where it is a short word, made otherwise, returned always."""
+UNREAD_S = 60.0
+"""An answer in parts ends where its client takes none for this long."""
+
+_ID = re.compile(r"[A-Za-z0-9._:/-]{1,64}")
+_LOG = logging.getLogger("dualform.serve")
+Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclass(eq=False)
+class Call:
+    """One call, and what is known of it when it ends.
+
+    Attributes:
+        method: The rpc's name.
+        request_id: A word that the answer, its errors and the log share.
+        asker: Whom it is for.
+        began: Monotonic seconds.
+        facts: What the report tells beside: index, layer, queries, k, rows, strategy.
+        code: Canonical, once it has ended.
+    """
+
+    method: str
+    request_id: str
+    asker: Asker
+    began: float
+    facts: dict[str, Any] = field(default_factory=dict)
+    code: str = "OK"
+
+
+Answer = Callable[[Call, bytes], Awaitable["bytes | Refusal"]]
+Parts = Callable[[Call, bytes], AsyncGenerator["bytes | Refusal", None]]
+
+
+class Calls:
+    """Makes gRPC's handlers of functions that answer.
+
+    Args:
+        reader: Reads the requests.
+        damage_found: Awaited after an answer failed because of a damaged file.
+        ended: Told of every call that ended.
+        unread: Seconds after which a stream ends that its client does not read; UNREAD_S if None.
+    """
+
+    def __init__(
+        self,
+        reader: RequestReader,
+        damage_found: Callable[[], Awaitable[None]],
+        ended: Callable[[Call], None] = lambda call: None,
+        unread: float | None = None,
+    ) -> None:
+        self._reader = reader
+        self._damage_found = damage_found
+        self._ended = ended
+        self._unread = UNREAD_S if unread is None else unread
+
+    def unary(self, method: str, answer: Answer) -> grpc.RpcMethodHandler[Any, Any]:
+        """A handler of one message in, one out."""
+
+        async def handle(_: Any, context: Context) -> bytes:
+            with self._reported(method, context) as call:
+                async with self._reader.read(context) as data:
+                    found = data if isinstance(data, Refusal) else await answer(call, data)
+                if isinstance(found, Refusal):
+                    await self._refuse(call, found, context)
+                    return b""
+                context.set_trailing_metadata(((REQUEST_ID, call.request_id),))
+                return found
+
+        return grpc.stream_unary_rpc_method_handler(handle)
+
+    def stream(self, method: str, parts: Parts) -> grpc.RpcMethodHandler[Any, Any]:
+        """A handler of one message in, many out: each computed once those before are taken."""
+
+        async def handle(_: Any, context: Context) -> None:
+            with self._reported(method, context) as call:
+                async with self._reader.read(context) as data:
+                    refused = data if isinstance(data, Refusal) else None
+                    if isinstance(data, bytes):
+                        refused = await self._send(call, parts(call, data), context)
+                if refused is not None:
+                    await self._refuse(call, refused, context)
+                else:
+                    context.set_trailing_metadata(((REQUEST_ID, call.request_id),))
+
+        return grpc.stream_stream_rpc_method_handler(handle)
+
+    async def _send(
+        self, call: Call, parts: AsyncGenerator[bytes | Refusal, None], context: Context
+    ) -> Refusal | None:
+        # Closed at once, also where the call is cancelled between two parts.
+        async with aclosing(parts):
+            async for part in parts:
+                if isinstance(part, Refusal):
+                    return part
+                try:
+                    await asyncio.wait_for(context.write(part), self._unread)
+                except asyncio.TimeoutError:
+                    return Refusal(
+                        "DEADLINE_EXCEEDED",
+                        f"the client took no part of the answer for {self._unread:g} s; read on, "
+                        "or ask again",
+                        "UNREAD_STREAM",
+                    )
+        return None
+
+    @contextmanager
+    def _reported(self, method: str, context: Context) -> Iterator[Call]:
+        metadata = dict(context.invocation_metadata() or ())
+        given = metadata.get(REQUEST_ID)
+        known = isinstance(given, str) and _ID.fullmatch(given)
+        request_id = str(given) if known else secrets.token_hex(8)
+        peer = context.peer()
+        call = Call(method, request_id, Asker(peer, peer), time.monotonic())
+        try:
+            yield call
+        except asyncio.CancelledError:
+            left = context.time_remaining()
+            call.code = "CANCELLED" if left is None or left > 0 else "DEADLINE_EXCEEDED"
+            raise
+        finally:
+            self._ended(call)
+
+    async def _refuse(self, call: Call, refusal: Refusal, context: Context) -> None:
+        call.code = refusal.code
+        if refusal.code == DataLossError.code:
+            _LOG.error("%s met a damaged index: %s", call.method, refusal.message)
+            await self._damage_found()
+        refuse(context, refusal, ((REQUEST_ID, call.request_id),))

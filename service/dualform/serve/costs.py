@@ -1,0 +1,53 @@
+"""What questions cost, by experience: the seconds that those of the same kind took."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+_MOST_KINDS = 4096
+_WEIGHT = 0.3
+
+
+class Experience:
+    """Remembers a moving average for each kind of question; belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._seconds: OrderedDict[tuple[Any, ...], float] = OrderedDict()
+
+    def seconds(self, kind: tuple[Any, ...]) -> float | None:
+        """What a question of this kind took, or None where there was none yet."""
+        return self._seconds.get(kind)
+
+    def learn(self, kind: tuple[Any, ...], seconds: float) -> None:
+        """A question of this kind took so long."""
+        known = self._seconds.pop(kind, seconds)
+        # Up at once, down slowly: one surprise must not repeat itself in the cheap place.
+        self._seconds[kind] = max(seconds, known + _WEIGHT * (seconds - known))
+        if len(self._seconds) > _MOST_KINDS:
+            self._seconds.popitem(last=False)
+
+
+def kind_of(method: str, request: Any) -> tuple[Any, ...]:
+    """The same for requests that cost about the same; sizes count by powers of two.
+
+    Args:
+        method: The rpc's name.
+        request: Its message.
+    """
+    sizes: list[int] = []
+    words: list[Any] = [method]
+    for field, value in request.ListFields():
+        if field.name in ("queries", "where"):
+            sizes.append(value.ByteSize().bit_length())
+        elif field.name in ("layers", "bins", "ids"):
+            sizes.append(sum(_size(own) for own in value).bit_length())
+        elif field.name == "k":
+            sizes.append(int(value).bit_length())
+        elif field.name != "at_step":
+            words.append((field.name, value))
+    return (*words, *sizes)
+
+
+def _size(value: Any) -> int:
+    return int(value.ByteSize()) if hasattr(value, "ByteSize") else 8

@@ -1,0 +1,94 @@
+"""What bounds the bytes of requests in memory: messages are read one after the other, and counted.
+
+gRPC reads a unary request whole before its handler runs, whatever waits already. So handlers here
+take a stream of one message, the same on the wire, and read it themselves: once it is their turn,
+and no more at a time than a budget allows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+
+from dualform.serve.status import Refusal, busy
+
+AT_ONCE = 4
+"""Messages that are read at a time; each may turn out to be as large as allowed."""
+OF_ONE_CONNECTION = 2
+"""Of these, messages of one connection: a slow client leaves places to others."""
+SMALL = 1 << 20
+"""Messages up to here are bounded by the queue's length, and need no place in the budget."""
+PATIENCE_S = 60.0
+"""A message must be whole after this long."""
+
+
+class RequestReader:
+    """Reads requests within a budget of bytes. Belongs to one event loop.
+
+    Args:
+        budget: Bytes of requests above 1 MiB that may be in memory, waiting or worked on.
+        patience: Seconds after which a message must be whole.
+    """
+
+    def __init__(self, budget: int, patience: float = PATIENCE_S) -> None:
+        self._budget = budget
+        self._patience = patience
+        self._held = 0
+        self._places = asyncio.Semaphore(AT_ONCE)
+        self._connections: Counter[str] = Counter()
+        self._turn = asyncio.Condition()
+
+    @property
+    def held(self) -> int:
+        """Bytes of requests above 1 MiB in memory."""
+        return self._held
+
+    @asynccontextmanager
+    async def read(self, context: Any) -> AsyncIterator[bytes | Refusal]:
+        """The request's bytes, counted until the block ends, or why there are none.
+
+        Args:
+            context: gRPC's, of a handler that takes a stream.
+        """
+        data = await self._received(context)
+        size = len(data) if isinstance(data, bytes) and len(data) > SMALL else 0
+        if size and self._held + size > max(self._budget, size):
+            data = busy(
+                f"requests of {self._held >> 20} MiB are in memory, of {self._budget >> 20} "
+                "allowed (limits.waiting_mib)"
+            )
+            size = 0
+        self._held += size
+        try:
+            yield data
+        finally:
+            self._held -= size
+
+    async def _received(self, context: Any) -> bytes | Refusal:
+        connection = context.peer()
+        async with self._turn:
+            await self._turn.wait_for(lambda: self._connections[connection] < OF_ONE_CONNECTION)
+            self._connections[connection] += 1
+        try:
+            async with self._places:
+                data = await asyncio.wait_for(context.read(), self._patience)
+        except asyncio.TimeoutError:
+            return Refusal(
+                "DEADLINE_EXCEEDED",
+                f"the request was not whole after {self._patience:g} s; send less at a time",
+                "SLOW_REQUEST",
+            )
+        finally:
+            self._connections[connection] -= 1
+            if not self._connections[connection]:
+                del self._connections[connection]
+            async with self._turn:
+                self._turn.notify_all()
+        if data is grpc.aio.EOF:
+            return Refusal("INVALID_ARGUMENT", "the call holds no message", "UNREADABLE")
+        return bytes(data)
