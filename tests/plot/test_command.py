@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -158,3 +161,37 @@ def test_saving_twice_gives_the_same_bytes(
             plot.save(figure, tmp_path / f"{name}{ending}")
             written.append((tmp_path / f"{name}{ending}").read_bytes())
         assert np.array_equal(written[0], written[1]), ending
+
+
+@pytest.mark.parametrize("backend", ["module://matplotlib_inline.backend_inline", "qtagg", "none"])
+def test_a_notebooks_backend_does_not_matter(
+    pictures: Pictures,
+    query_files: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    backend: str,
+) -> None:
+    monkeypatch.setenv("MPLBACKEND", backend)
+    out = tmp_path / "sums.png"
+    done = draw("sums", pictures, query_files, "0", "--out", out)
+    assert done.status == 0, done.err
+    check_format(out)
+
+
+def test_figures_name_a_backend_that_does_not_start() -> None:
+    program = """
+from dualform import plot
+from dualform.client import FailedPreconditionError
+try:
+    plot.sums(None, {})
+except FailedPreconditionError as error:
+    assert "unset MPLBACKEND" in str(error), error
+    print("said")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "MPLBACKEND": "no backend"},
+    )
+    assert done.stdout == "said\n", done.stderr

@@ -13,7 +13,10 @@ _LINES = 10
 
 
 def print_json(data: Any) -> None:
-    """One JSON document on standard output; NaN (padding) as null, infinities as text."""
+    """One JSON document on standard output; NaN (padding) as null, infinities as text.
+
+    In "groups" and "columns", the users' own values, null is no value, so NaN is text there too.
+    """
     print(json.dumps(_plain(data), allow_nan=False))
 
 
@@ -93,15 +96,20 @@ class Progress:
         return bytes_text(count) if self._unit == "B" else f"{count:,} {self._unit}"
 
 
-def _plain(data: Any) -> Any:
+_OWN_VALUES = ("groups", "columns")
+
+
+def _plain(data: Any, nan: str | None = None) -> Any:
     if hasattr(data, "tolist"):
         data = data.tolist()
     if isinstance(data, dict):
-        return {key: _plain(value) for key, value in data.items()}
+        return {
+            key: _plain(value, "nan" if key in _OWN_VALUES else nan) for key, value in data.items()
+        }
     if isinstance(data, (list, tuple)):
-        return [_plain(value) for value in data]
+        return [_plain(value, nan) for value in data]
     if isinstance(data, float) and not math.isfinite(data):
-        return None if math.isnan(data) else str(data)
+        return nan if math.isnan(data) else str(data)
     return data
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -137,6 +138,9 @@ def _add_passages(kinds: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
+    # Files need no window, and a notebook's setting, which its commands inherit, names a module
+    # that need not be there.
+    os.environ["MPLBACKEND"] = "agg"
     from dualform.plot import format_of, save
 
     format_of(options.out)

@@ -38,10 +38,15 @@ def need_matplotlib() -> None:
     """Says at once what is missing, before anything is asked.
 
     Raises:
-        FailedPreconditionError: matplotlib is not installed.
+        FailedPreconditionError: matplotlib is not installed, or refuses the environment's settings.
     """
     try:
         import matplotlib  # noqa: F401
+    except ValueError as error:  # MPLBACKEND, which matplotlib reads when it is imported
+        raise FailedPreconditionError(
+            f"matplotlib does not start ({error}); unset MPLBACKEND, or set it to agg",
+            reason="MATPLOTLIB_MISSING",
+        ) from None
     except ImportError:
         raise FailedPreconditionError(
             "figures need matplotlib: pip install 'dualform[plot]'", reason="MATPLOTLIB_MISSING"
