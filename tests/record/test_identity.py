@@ -47,13 +47,17 @@ def sequence() -> nn.Module:
 
 
 def train(
-    make: Callable[[], nn.Module], path: Path | None, options: dict[str, float | bool]
+    make: Callable[[], nn.Module],
+    path: Path | None,
+    options: dict[str, float | bool],
+    kind: type[torch.optim.Optimizer] = torch.optim.SGD,
+    lr: float = 0.05,
 ) -> tuple[list[float], list[torch.Tensor], torch.Tensor]:
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002 (the global state is what must not move)
     model = make()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, **options)  # type: ignore[arg-type]
+    optimizer = kind(model.parameters(), lr=lr, **options)  # type: ignore[call-arg]
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
     recorder = None if path is None else Recorder(model, optimizer, path)
     losses = []
@@ -74,7 +78,8 @@ def train(
     extra = [
         buffer
         for p in model.parameters()
-        if (buffer := optimizer.state.get(p, {}).get("momentum_buffer")) is not None
+        for buffer in optimizer.state.get(p, {}).values()
+        if isinstance(buffer, torch.Tensor)
     ]
     dice = torch.cat(
         [torch.rand(3), torch.tensor([random.random()]), torch.from_numpy(np.random.rand(3))]  # noqa: NPY002
@@ -103,6 +108,32 @@ def test_losses_weights_momentum_and_random_state(
     assert all(torch.equal(a, b) for a, b in zip(state, recorded_state, strict=True))
     assert torch.equal(dice, recorded_dice)
     assert torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (torch.optim.AdamW, {"weight_decay": 0.1}),
+        (torch.optim.AdamW, {"fused": True}),
+        (torch.optim.NAdam, {}),
+        (torch.optim.RMSprop, {"centered": True, "momentum": 0.9}),
+        (torch.optim.Rprop, {}),
+        (torch.optim.Adafactor, {}),
+    ],
+    ids=str,
+)
+def test_with_optimizers_that_are_followed_by_elements(
+    tmp_path: Path, kind: type[torch.optim.Optimizer], options: dict[str, float | bool]
+) -> None:
+    """Over more steps than lie between two looks at the weights."""
+    losses, state, dice = train(dropout, None, options, kind, 1e-3)
+    recorded_losses, recorded_state, recorded_dice = train(
+        dropout, tmp_path / "r", options, kind, 1e-3
+    )
+    assert recorded_losses == losses
+    assert len(state) == len(recorded_state)
+    assert all(torch.equal(a, b) for a, b in zip(state, recorded_state, strict=True))
+    assert torch.equal(dice, recorded_dice)
 
 
 def test_the_loss_of_a_closure_comes_back(tmp_path: Path) -> None:

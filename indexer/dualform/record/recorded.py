@@ -10,6 +10,7 @@ import torch
 
 from dualform.record.capture import LayerCapture, Pass, Tape
 from dualform.record.check import GradientCheck, Sides, Verdict
+from dualform.record.elements import ElementProbe, SampledElements
 from dualform.record.errors import CaptureError
 from dualform.record.optimizer import OptimizerView
 from dualform.record.place import LayerPlace
@@ -51,6 +52,7 @@ class RecordedLayer:
         optimizer: OptimizerView,
         tape: Tape,
         random: np.random.Generator,
+        sampled: SampledElements,
     ) -> None:
         spec = self.spec = selected.spec
         weight, bias = selected.kind.weight(selected.module), selected.kind.bias(selected.module)
@@ -75,9 +77,14 @@ class RecordedLayer:
         self._changes: set[str] = set()
         self._kept_as = {name: (p.shape, p.dtype) for name, p in self.parameters.items()}
         self._probes = {name: WeightProbe() for name in self.parameters}
+        self._elements: dict[str, ElementProbe] = {}
+        if optimizer.family.elementwise and not optimizer.family.scalar:
+            self._elements = {name: sampled.probe(p) for name, p in self.parameters.items()}
+        self._gradients: dict[str, np.ndarray | torch.Tensor] = {}
+        self._kernel = 1.0
         self._single = weight.dtype == torch.float32
         self._exact = self._single and optimizer.exact
-        self._follow_weights = self._exact and optimizer.family.scalar
+        self._follow_weights = self._single and optimizer.why_not is None
         self._follow_rows = self._single
 
     @property
@@ -137,7 +144,7 @@ class RecordedLayer:
         passes = self.capture.committed()
         mark = self._first_mark() if step == 0 else None
         sides = self._check.sides(passes)
-        kernel = self._optimizer.kernel_scale()
+        kernel = self._kernel = self._optimizer.kernel_scale()
         weight = self._weight_verdict(sides) if kernel else Verdict(False)
         if not self.capture.ever and weight.took_part and not weight.zeroed:
             grad = self.capture.weight.grad
@@ -166,6 +173,12 @@ class RecordedLayer:
         if fault is not None and self._follow_rows and mark is None:
             self._follow_rows = self._follow_weights = self._exact = False
             mark = InexactMark(step, self._reason(fault))
+        if self._follow_weights and self._elements:
+            self._gradients = {
+                row.parameter: self._elements[row.parameter].gradient(grad)
+                for row, _, _ in self._rows
+                if row.took_part and (grad := self.parameters[row.parameter].grad) is not None
+            }
         return [row for row, _, _ in self._rows], mark
 
     def check_weights(self, step: int) -> InexactMark | None:
@@ -176,23 +189,8 @@ class RecordedLayer:
         """
         if not self._follow_weights:
             return None
-        for row, verdict, size in self._unfollowed:
-            self._probes[row.parameter].follow(row, verdict.probe, size)
-        self._unfollowed.clear()
-        since = step
-        agree = finite = True
-        for name, parameter in self.parameters.items():
-            state = self._probe_state(parameter)
-            probe = self._probes[name]
-            since = probe.since
-            finite = finite and all(math.isfinite(real) for real, _ in state)
-            agree = agree and (
-                probe.since < 0
-                or probe.agrees(state)
-                or probe.agrees(state, self._blindness(parameter))
-            )
-            probe.reset(step, state)
-        if agree:
+        since, agree, finite = self._look(step)
+        if agree and finite:
             return None
         self._follow_weights = self._exact = False
         what = WEIGHTS_CHANGED if finite else "the weights are no longer finite"
@@ -204,8 +202,47 @@ class RecordedLayer:
             item.key = item.value = None
         self.capture.begin_step()
         self.kept = []
-        if self._follow_weights:
+        if not self._follow_weights:
+            return
+        if self._optimizer.family.scalar:
             self._unfollowed += self._rows
+        for row, _, _ in self._rows:
+            gradient = self._gradients.get(row.parameter)
+            if gradient is not None:
+                self._elements[row.parameter].follow(row, gradient, self._kernel)
+        self._gradients = {}
+
+    def _look(self, step: int) -> tuple[int, bool, bool]:
+        """Compare, and begin anew: since when, whether all agrees, whether all is finite.
+
+        Of a family that is followed neither as a whole nor by elements, only the latter is seen.
+        """
+        for row, verdict, size in self._unfollowed:
+            self._probes[row.parameter].follow(row, verdict.probe, size)
+        self._unfollowed.clear()
+        since = step
+        agree = finite = True
+        for name, parameter in self.parameters.items():
+            if name in self._elements:
+                elements = self._elements[name]
+                real = elements.look(parameter, self._optimizer.buffers(parameter))
+                since = elements.since
+                finite = finite and all(bool(np.isfinite(own).all()) for own in real.values())
+                agree = elements.agrees(real) and agree
+                elements.reset(step, real)
+                continue
+            state = self._probe_state(parameter)
+            probe = self._probes[name]
+            since = probe.since
+            finite = finite and all(math.isfinite(real) for real, _ in state)
+            if self._optimizer.family.scalar:
+                agree = agree and (
+                    probe.since < 0
+                    or probe.agrees(state)
+                    or probe.agrees(state, self._blindness(parameter))
+                )
+            probe.reset(step, state)
+        return max(since, 0), agree, finite
 
     def _weight_verdict(self, sides: Sides) -> Verdict:
         grad, watch = self.capture.weight.grad, self._watch

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from dualform.record.capture import Pass, Tape
+from dualform.record.elements import SampledElements
 from dualform.record.errors import CaptureError
 from dualform.record.optimizer import OptimizerView
 from dualform.record.recorded import ParameterState, RecordedLayer
@@ -42,10 +43,11 @@ class RecordedLSTM:
         optimizer: OptimizerView,
         tape: Tape,
         random: np.random.Generator,
+        sampled: SampledElements,
     ) -> None:
         self.spec = selected.spec
         self._ih, self._hh = (
-            RecordedLayer(part, optimizer, tape, random) for part in selected.parts
+            RecordedLayer(part, optimizer, tape, random, sampled) for part in selected.parts
         )
         self._tape = tape
         self._alike = True

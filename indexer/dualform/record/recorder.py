@@ -19,6 +19,7 @@ from dualform.record.capture import Pass, Tape
 from dualform.record.compiled import HooksSeen, check_compiled
 from dualform.record.coverage import say, size_text
 from dualform.record.disk import DiskSink
+from dualform.record.elements import SampledElements
 from dualform.record.errors import RecorderClosedError, RecordError, ResumeError
 from dualform.record.examples import ExampleIntake
 from dualform.record.optimizer import OptimizerView
@@ -100,9 +101,10 @@ class Recorder:
         self._annotations = Annotations()
         self._tape = Tape(Pool(_POOL_BYTES), self._annotations)
         random = np.random.default_rng()
+        sampled = SampledElements(self._optimizer.family, random)
         self._layers: list[_Layer] = [
             (RecordedLSTM if item.parts else RecordedLayer)(
-                item, self._optimizer, self._tape, random
+                item, self._optimizer, self._tape, random, sampled
             )
             for item in selection.layers
         ]
