@@ -57,6 +57,10 @@ class OptimizerView:
             if isinstance(state.get(key), torch.Tensor)
         }
 
+    def taken(self, parameter: torch.Tensor) -> int | None:
+        """How many steps the optimizer says that the parameter took; None where it can't tell."""
+        return self._count(parameter, False) if self._counted else None
+
     def kernel_scale(self) -> float:
         """What the step itself multiplies gradients by, before anything else.
 

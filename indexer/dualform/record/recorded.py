@@ -107,6 +107,11 @@ class RecordedLayer:
             for name, parameter in self.parameters.items()
         }
 
+    def counts(self) -> dict[str, int]:
+        """How many steps the optimizer says that weight and bias took, where it counts them."""
+        found = {name: self._optimizer.taken(p) for name, p in self.parameters.items()}
+        return {name: count for name, count in found.items() if count is not None}
+
     def state_bytes(self) -> int:
         """What a stored state of this layer takes."""
         return sum(

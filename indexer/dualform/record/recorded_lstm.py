@@ -76,6 +76,10 @@ class RecordedLSTM:
             joined[self.spec.bias] = _both(hh_bias[0], ih_bias[0], torch.add)
         return joined
 
+    def counts(self) -> dict[str, int]:
+        """How many steps the optimizer says that the products' weights and biases took."""
+        return {**self._ih.counts(), **self._hh.counts()}
+
     def state_bytes(self) -> int:
         """What a stored state of this layer takes."""
         return self._ih.state_bytes() + self._hh.state_bytes()

@@ -314,7 +314,8 @@ class Recorder:
                 f"{type(self._sink).__name__}"
             )
         states = {name: own for layer in self._layers for name, own in layer.states().items()}
-        resumed = resume(self._sink, manifest, step, states)
+        counts = {name: own for layer in self._layers for name, own in layer.counts().items()}
+        resumed = resume(self._sink, manifest, step, states, counts)
         self._annotations.resume(resumed.columns)
         self._examples = ExampleIntake(resumed.examples)
         self._step = self._first_step = step

@@ -12,10 +12,12 @@ from dataclasses import dataclass, fields
 import numpy as np
 import torch
 
+from dualform.optimizers import Unknown
 from dualform.record.disk import DiskSink
 from dualform.record.errors import ResumeError
+from dualform.record.resume_followed import check_followed
 from dualform.store.errors import BusyError, NotFoundError, StoreError
-from dualform.store.ledger import Coefficients, Ledger
+from dualform.store.ledger import Coefficients, InexactMark, Ledger
 from dualform.store.recording import LayerSpec, PassRecord, Recording, RecordingManifest
 from dualform.store.recording_format import padded
 
@@ -45,7 +47,11 @@ class Resumed:
 
 
 def resume(
-    sink: DiskSink, manifest: RecordingManifest, step: int, states: Mapping[str, ParameterState]
+    sink: DiskSink,
+    manifest: RecordingManifest,
+    step: int,
+    states: Mapping[str, ParameterState],
+    counts: Mapping[str, int],
 ) -> Resumed:
     """Check what was loaded, cut the recording back to `step`, and let the sink go on from there.
 
@@ -54,6 +60,8 @@ def resume(
         manifest: What is going to be recorded.
         step: How many steps the checkpoint has behind it.
         states: By parameter name, as they are now.
+        counts: How many steps the optimizer says that parameters took; empty where it does not
+            count.
 
     Raises:
         ResumeError: There is no such recording or step, it does not fit, it can't be read, or
@@ -67,7 +75,7 @@ def resume(
         )
     try:
         sink.claim()
-        return _resume(sink, manifest, step, states)
+        return _resume(sink, manifest, step, states, counts)
     except BusyError as error:
         raise ResumeError(
             f"resume_at_step={step}: {sink.path} is being recorded by {error.holder}; end that "
@@ -90,7 +98,11 @@ def resume(
 
 
 def _resume(
-    sink: DiskSink, manifest: RecordingManifest, step: int, states: Mapping[str, ParameterState]
+    sink: DiskSink,
+    manifest: RecordingManifest,
+    step: int,
+    states: Mapping[str, ParameterState],
+    counts: Mapping[str, int],
 ) -> Resumed:
     with Recording.open(sink.path) as recording:
         _check_manifest(recording, manifest)
@@ -101,9 +113,10 @@ def _resume(
                 "one of these steps"
             )
         ledger = recording.ledger()
-        if recording.steps and manifest.values and ledger.family.scalar:
+        _check_counts(ledger, step, counts)
+        if recording.steps and manifest.values and ledger.family.name != Unknown.name:
             for spec in manifest.layers.values():
-                if all(mark.from_step >= step for mark in recording.marks[spec.name]):
+                if not any(_hides(mark, step) for mark in recording.marks[spec.name]):
                     _check_layer(recording, ledger, spec, step, states)
         sink.resume(recording, step)
     with Recording.open(sink.path) as kept:
@@ -136,6 +149,24 @@ def _check_manifest(recording: Recording, manifest: RecordingManifest) -> None:
         )
 
 
+def _check_counts(ledger: Ledger, step: int, counts: Mapping[str, int]) -> None:
+    """The optimizer's own count of each parameter's steps is the ledger's."""
+    for parameter, count in counts.items():
+        before = ledger.parameters.get(parameter, [])[:step]
+        expected = next((n for row in reversed(before) if (n := row.settings.nth) > 0), 0)
+        if before and count != expected:
+            raise ResumeError(
+                f"resume_at_step={step}: the optimizer says that it took {count:,} steps with "
+                f"parameter {parameter!r}, the recording {expected:,}; load the optimizer's state "
+                "of the checkpoint of that step before making the recorder. Nothing was dropped"
+            )
+
+
+def _hides(mark: InexactMark, step: int) -> bool:
+    """Whether rows and ledger no longer say what a layer was after a step."""
+    return mark.from_step < step and not mark.reason.startswith("optimizer ")
+
+
 def _check_layer(
     recording: Recording,
     ledger: Ledger,
@@ -148,6 +179,9 @@ def _check_layer(
         if after <= step and spec.weight in (found := read()):
             start, state = after, found
             break
+    if not ledger.family.scalar:
+        check_followed(recording, ledger, spec, (start, step), state, states)
+        return
     for parameter in spec.parameters:
         tensor, buffers = states[parameter]
         buffer = buffers.get("momentum")
