@@ -44,6 +44,17 @@ def exact_scores(keys: np.ndarray, queries: np.ndarray) -> np.ndarray:
     ).reshape(len(queries), len(keys))
 
 
+def exact_dots(keys: np.ndarray, queries: np.ndarray) -> np.ndarray:
+    """float64 [n, rows]: every dot product as a rational number, rounded once."""
+    wide = [[[Fraction(float(x)) for x in row] for row in rows] for rows in (queries, keys)]
+    return np.array(
+        [
+            [float(sum((a * b for a, b in zip(q, k, strict=True)), Fraction(0))) for k in wide[1]]
+            for q in wide[0]
+        ]
+    ).reshape(len(queries), len(keys))
+
+
 def top_k(
     scores: np.ndarray, k: int, order: str, allowed: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:

@@ -17,7 +17,7 @@ import dualform.index.sketch as index_sketch
 from dualform.engine import Index
 from dualform.engine.errors import InvalidArgumentError
 from dualform.engine.memory import shards as engine_shards
-from dualform.engine.topk import candidates as engine_candidates
+from dualform.engine.topk import top_k as engine_top_k
 from dualform.v1 import attribution_pb2 as pb
 
 
@@ -86,8 +86,8 @@ def test_any_split_keeps_the_best_row_of_each_value(case: dict) -> None:
         patch.setattr(engine_shards, "TILE_BYTES", 4)
         patch.setattr(index_build, "MIN_D_IN", 1 if case["directions"] else 1 << 30)
         patch.setattr(index_sketch, "DIRECTIONS", case["directions"])
-        patch.setattr(engine_candidates, "_COMPRESS_AT", 16)
-        patch.setattr(engine_candidates, "_RESCORE_ROWS", 8)
+        patch.setattr(engine_top_k, "COMPRESS_AT", 16)
+        patch.setattr(engine_top_k, "RESCORE_ROWS", 8)
         columns = {"label": case["label"], "example": example}
         if any(value is None for value in example):
             columns["example"] = [None if value is None else str(value) for value in example]

@@ -18,10 +18,12 @@ from dualform.client import parse_filter
 from dualform.engine import Index
 from dualform.engine.errors import InvalidArgumentError
 from dualform.engine.memory.sketch import Basis, SketchedQueries
-from dualform.engine.topk import candidates as engine_candidates
+from dualform.engine.memory.tiles import Tile
 from dualform.engine.topk import flat as engine_flat
 from dualform.engine.topk import scan as engine_topk
-from dualform.engine.topk.candidates import Candidates
+from dualform.engine.topk import scoring as engine_scoring
+from dualform.engine.topk.scoring import Scores
+from dualform.engine.topk.top_k import TopK
 from dualform.index.sketch import leading_directions, sketch
 
 
@@ -203,16 +205,16 @@ def test_few_keys_are_held_while_rows_are_scored(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     scored: list[int] = []
-    original = Candidates._score
+    original = Scores._score
 
-    def counting(self: Candidates, part: Any, which: np.ndarray, *rest: Any) -> None:
+    def counting(self: Scores, part: Any, which: np.ndarray, *rest: Any) -> None:
         scored.append(len(which))
         original(self, part, which, *rest)
 
-    monkeypatch.setattr(Candidates, "_score", counting)
+    monkeypatch.setattr(Scores, "_score", counting)
     index.top_k("fc", arrays["queries"][:queries], k, strategy="scan")
     assert sum(scored) >= queries * k
-    assert max(scored) <= engine_candidates._KEYS_TOGETHER
+    assert max(scored) <= engine_scoring.KEYS_TOGETHER
 
 
 def test_queries_too_long_for_float32_projections(tmp_path: Path) -> None:
@@ -239,14 +241,14 @@ def test_queries_too_long_for_float32_projections(tmp_path: Path) -> None:
 def counted_rows() -> Iterator[list[int]]:
     """How many rows each tile has that is multiplied with the queries."""
     scanned: list[int] = []
-    original = Candidates.add_tile
+    original = TopK.update
 
-    def counting(self: Candidates, merits: torch.Tensor, *rest: object) -> None:
-        scanned.append(merits.shape[1])
-        original(self, merits, *rest)  # type: ignore[arg-type]
+    def counting(self: TopK, tile: Tile, *rest: Any) -> None:
+        scanned.append(len(tile.positions))
+        original(self, tile, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Candidates, "add_tile", counting)
+        patch.setattr(TopK, "update", counting)
         yield scanned
 
 

@@ -17,7 +17,7 @@ import dualform.index.build as index_build
 import dualform.index.sketch as index_sketch
 from dualform.engine import Index
 from dualform.engine.memory import shards as engine_shards
-from dualform.engine.topk import candidates as engine_candidates
+from dualform.engine.topk import top_k as engine_top_k
 
 ORDERS = ("largest", "smallest", "absolute")
 
@@ -69,8 +69,8 @@ def test_any_split_equals_rational_arithmetic(case: dict) -> None:
         patch.setattr(engine_shards, "TILE_BYTES", case["tile"])
         patch.setattr(index_build, "MIN_D_IN", 1 if case["directions"] else 1 << 30)
         patch.setattr(index_sketch, "DIRECTIONS", case["directions"])
-        patch.setattr(engine_candidates, "_COMPRESS_AT", 16)
-        patch.setattr(engine_candidates, "_RESCORE_ROWS", 8)
+        patch.setattr(engine_top_k, "COMPRESS_AT", 16)
+        patch.setattr(engine_top_k, "RESCORE_ROWS", 8)
         path = make_index(
             Path(directory), keys, None, shard_rows=case["shard_rows"], label=case["label"]
         )

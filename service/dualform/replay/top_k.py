@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from dualform.engine.memory.exact import ExactDots, error_bound
-from dualform.engine.topk.candidates import merit
+from dualform.engine.topk.ranking import merit
 from dualform.replay.errors import ReplayError
 from dualform.replay.groups import Group, Groups
 from dualform.replay.reducer import Pending

@@ -21,8 +21,10 @@ from dualform.engine.api.totals import (
 from dualform.engine.memory.layer import Layer
 from dualform.engine.memory.shards import Stop
 from dualform.engine.plan.plan import Plan
+from dualform.engine.rows.groups import Groups
 from dualform.engine.totals import outputs
 from dualform.engine.totals import sums as totals
+from dualform.engine.totals.group_sums import GroupSum
 from dualform.questions import ExplainQuestion, OutputQuestion, SumsQuestion, TopKQuestion
 
 _SHARED = Plan("scan", "another answer needs the scan anyway", {})
@@ -84,7 +86,8 @@ def _output(
         found = opened.outputs.answer(layer, prepared, stop)
         return output_result(layer, question, prepared, found, plan), None
     sums = counted.prepared
-    rider = totals.GroupSum(len(sums.queries), sums.grouping, sums.absolute, opened.device)
+    groups = Groups(sums.grouping)
+    rider = GroupSum(len(sums.queries), groups, sums.absolute, opened.device)
     found = opened.outputs.answer(layer, prepared, stop, [rider])
     why = way.plan if way.standing is None else _SHARED
     total = sums_result(layer, counted, rider.result(), why)

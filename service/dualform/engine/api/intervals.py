@@ -21,7 +21,7 @@ from dualform.store.ledger import Coefficients, Ledger
 
 if TYPE_CHECKING:
     from dualform.engine.memory.layer import Layer
-    from dualform.engine.memory.shards import Tile
+    from dualform.engine.memory.tiles import Tile
 
 
 class HasStates(Protocol):

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import time
 
-import numpy as np
-
 from dualform.engine.api.opened import Opened, last_step, query_tensor
 from dualform.engine.api.results import Coverage, TopK
 from dualform.engine.errors import InvalidArgumentError
 from dualform.engine.memory.layer import Layer
 from dualform.engine.memory.shards import Stop
 from dualform.engine.topk import scan
-from dualform.engine.topk.candidates import Ranking
 from dualform.engine.topk.contribution import Contribution
-from dualform.engine.topk.distinct import Distinct
+from dualform.engine.topk.distinct import counts as distinct_counts
+from dualform.engine.topk.ranking import Ranking
 from dualform.engine.totals.coefficients import layer_coefficients
 from dualform.questions import TopKQuestion
 
@@ -45,22 +43,22 @@ def top_k(opened: Opened, layer: Layer, question: TopKQuestion, stop: Stop | Non
         layer, queries, ranking, opened.device, plan.strategy, refused["flat"] is None, stop
     )
     begin = time.perf_counter()
-    positions, scores = search.run(selected & layer.finite)
+    hits = search.run(selected & layer.finite)
     kept = search.kept / search.asked if search.asked else None
     opened.planner.learn(*about, plan, kept, time.perf_counter() - begin)
-    grouping = ranking.grouping
-    shape: tuple[int, ...] = (len(queries), ranking.k)
-    if grouping is not None:
-        shape = (len(queries), ranking.groups, ranking.k)
+    grouping, distinct = ranking.grouping, ranking.distinct
+    assert not isinstance(grouping, str)
+    assert not isinstance(distinct, str)
+    shape = hits.rows.shape if grouping is not None else (len(queries), ranking.k)
     counts = None
-    if ranking.distinct is not None:
-        counts = ranking.distinct.counts(positions, selected, grouping).reshape(shape)
+    if distinct is not None:
+        counts = distinct_counts(hits.positions, selected, distinct, grouping).reshape(shape)
     return TopK(
-        rows=_ids(layer, positions).reshape(shape),
-        scores=scores.reshape(shape),
+        rows=hits.rows.reshape(shape),
+        scores=hits.scores.reshape(shape),
         counts=counts,
         groups=None if grouping is None else grouping.values,
-        columns=layer.space.take(positions.reshape(-1)),
+        columns=layer.space.take(hits.positions.reshape(-1)),
         coverage=coverage,
         plan=plan,
     )
@@ -83,13 +81,5 @@ def _ranking(opened: Opened, layer: Layer, question: TopKQuestion) -> tuple[Rank
     if question.group_by is not None:
         grouping = layer.space.grouping(question.group_by)
     if question.distinct is not None:
-        distinct = Distinct.of(layer.space.grouping(question.distinct, "distinct"))
+        distinct = layer.space.grouping(question.distinct, "distinct")
     return Ranking(question.k, question.order, grouping, contribution, distinct), end
-
-
-def _ids(layer: Layer, positions: np.ndarray) -> np.ndarray:
-    """The ids of rows at these positions, -1 where there is none."""
-    found = positions >= 0
-    ids = np.full(positions.shape, -1, np.int64)
-    ids[found] = layer.space.ids[positions[found]]
-    return ids

@@ -21,7 +21,8 @@ from dualform.engine.api.intervals import IntervalCheck
 from dualform.engine.context import own_settings
 from dualform.engine.errors import DataLossError
 from dualform.engine.memory.layer import Layer
-from dualform.engine.memory.shards import TILE_BYTES, Tile
+from dualform.engine.memory.shards import TILE_BYTES
+from dualform.engine.memory.tiles import Tile
 from dualform.engine.totals.coefficients import LayerCoefficients, left_behind, row_coefficients
 from dualform.engine.totals.row_parts import rebuild
 from dualform.store.errors import DamagedError
@@ -242,7 +243,7 @@ def _rebuild(
 
     def add(tile: Tile) -> None:
         watch(tile)
-        terms[:] += _lengths(layer, coefficients, tile)
+        terms[:] += _lengths(coefficients, tile)
 
     device = torch.device("cpu")
     weight, bias = rebuild(layer, coefficients, None, everything, device, watch=add)
@@ -283,10 +284,10 @@ def _first_unequal(layer: Layer) -> int | None:
     return None
 
 
-def _lengths(layer: Layer, coefficients: LayerCoefficients, tile: Tile) -> tuple[float, float]:
+def _lengths(coefficients: LayerCoefficients, tile: Tile) -> tuple[float, float]:
     """Of a tile's terms: |c| |e| |x| of the weight, |c'| |e| of the bias, added up."""
     assert tile.values is not None
-    of_weight, of_bias = row_coefficients(layer, coefficients, tile.positions, tile.keys.device)
+    of_weight, of_bias = row_coefficients(coefficients, tile.steps, tile.keys.device)
     values = torch.linalg.vector_norm(tile.values, dim=1).double()
     keys = torch.linalg.vector_norm(tile.keys, dim=1).double()
     bias = 0.0 if of_bias is None else float(of_bias.abs() @ values)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from dualform.engine.memory.float64 import dots
+from dualform.engine.memory.float64 import dots, pair_dots
 
 _FLOAT32_UNIT = 2.0**-24
 _FLOAT64_UNIT = 2.0**-53
@@ -21,18 +21,23 @@ _FLOAT32_TINY = 2.0**-126
 
 
 class ExactDots:
-    """Dot products of keys with one query, known to an interval and exact on demand.
+    """Dot products of keys with one query, or each with its own, known to an interval and exact on
+    demand.
 
     Args:
         keys: float32 [n, d], finite, on the CPU.
-        query: float32 [d], finite, on the CPU.
+        query: float32 [d], or one for each key [n, d]; finite, on the CPU.
     """
 
     def __init__(self, keys: torch.Tensor, query: torch.Tensor) -> None:
         self._keys = keys.numpy()
-        self._query = query.double().numpy()
         self._unit = (keys.shape[1] + 2) * _FLOAT64_UNIT
-        self._sums = dots(self._keys, self._query[None])[0]
+        self._pairs = query.dim() == 2
+        self._query = query.numpy() if self._pairs else query.double().numpy()
+        if self._pairs:
+            self._sums = pair_dots(self._keys, self._query)
+        else:
+            self._sums = dots(self._keys, self._query[None])[0]
 
     def rounded(self) -> np.ndarray:
         """The dot products, each the float32 nearest to the exact one.
@@ -86,7 +91,7 @@ class ExactDots:
             of: Given sums, float64 [m], and their rows, int64 [m]; returns float32 [m].
         """
 
-        def differs(rows: np.ndarray, bound: np.ndarray | float) -> np.ndarray:
+        def differs(rows: np.ndarray, bound: np.ndarray) -> np.ndarray:
             sums = self._sums[rows]
             return np.asarray(rows[of(sums - bound, rows) != of(sums + bound, rows)])
 
@@ -95,14 +100,20 @@ class ExactDots:
         # First a bound that costs no pass in float64, then the sum of absolute terms for what is
         # left.
         most = max(float(self._keys.max(initial=0)), -float(self._keys.min(initial=0)))
-        odd = differs(everything, float(np.abs(self._query).sum()) * most * 1.001 * self._unit)
+        longest = np.abs(self._query).sum(axis=-1, dtype=np.float64)
+        odd = differs(everything, longest * most * 1.001 * self._unit)
         if odd.size:
-            size = dots(np.abs(self._keys[odd]), np.abs(self._query)[None])[0]
+            keys = np.abs(self._keys[odd])
+            if self._pairs:
+                size = pair_dots(keys, np.abs(self._query[odd]))
+            else:
+                size = dots(keys, np.abs(self._query)[None])[0]
             odd = differs(odd, size * self._unit)
         return found, odd
 
     def _terms(self, i: int) -> list[float]:
-        terms: list[float] = (self._keys[i] * self._query).tolist()
+        query = self._query[i].astype(np.float64) if self._pairs else self._query
+        terms: list[float] = (self._keys[i] * query).tolist()
         return terms
 
 

@@ -32,6 +32,18 @@ def dots(matrix: np.ndarray, vectors: np.ndarray) -> np.ndarray:
     return out
 
 
+def pair_dots(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """The dot product of each row with the other's: float32 [m, d] both; float64 [m]."""
+    out = np.empty(len(left))
+    step = max(1, BLOCK_BYTES // (16 * left.shape[1]))
+    for first in range(0, len(left), step):
+        rows = slice(first, first + step)
+        own = left[rows].astype(np.float64)
+        own *= right[rows]
+        own.sum(axis=1, out=out[rows])
+    return out
+
+
 def _einsum(rows: np.ndarray, vectors: np.ndarray) -> np.ndarray:
     return np.asarray(np.einsum("md,nod->nm", rows, vectors))
 

@@ -1,20 +1,29 @@
-"""One scan, many answers: the tiles of a layer's memory, folded into reducers."""
+"""One scan, many answers: tiles folded into reducers.
+
+The engine has one idea: every question is a reducer that takes tiles and their attention weights.
+What it has taken is merged with what another took of other rows, on another thread, device or
+machine, or of another part of a training: any split of a memory gives the same answer.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 
 from dualform.engine.memory.layer import Layer
-from dualform.engine.memory.shards import Stop, Tile
+from dualform.engine.memory.shards import Stop
+from dualform.engine.memory.tiles import Tile
 from dualform.engine.memory.weights import needs_float64, tile_weights
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class Reducer(Protocol):
-    """Takes tiles with their attention weights, in order of position.
+    """Takes tiles with their attention weights, in any order.
 
     Attributes:
         values: Whether it needs the tiles' values.
@@ -25,6 +34,40 @@ class Reducer(Protocol):
     def update(self, tile: Tile, weights: torch.Tensor) -> None:
         """Take a tile and its weights, float32 or float64 [n, rows], which stay as they are."""
 
+    def merge(self, other: Self) -> None:
+        """Take what another reducer took: of the same question, and of other rows."""
+
+    def result(self) -> object:
+        """The answer about all rows that were taken."""
+
+
+class Fold:
+    """Queries to multiply with tiles, and the reducers that take the weights.
+
+    Args:
+        queries: float32 [n, d_in], finite.
+        reducers: Who takes the tiles.
+        device: Where tiles are multiplied.
+    """
+
+    def __init__(
+        self, queries: torch.Tensor, reducers: Sequence[Reducer], device: torch.device
+    ) -> None:
+        self.reducers = reducers
+        self._longest = float(torch.linalg.vector_norm(queries.double(), dim=1).max())
+        self._queries = queries.to(device)
+
+    def weights(self, tile: Tile) -> torch.Tensor:
+        """The attention weights of a tile, [n, rows]."""
+        wide = needs_float64(self._longest, tile.max_norm)
+        return tile_weights(self._queries, tile.keys, wide=wide)
+
+    def take(self, tile: Tile) -> None:
+        """Multiply every row of a tile once, and give the weights to every reducer."""
+        weights = self.weights(tile)
+        for reducer in self.reducers:
+            reducer.update(tile, weights)
+
 
 def fold(
     layer: Layer,
@@ -34,7 +77,7 @@ def fold(
     device: torch.device,
     stop: Stop | None,
 ) -> None:
-    """Multiply every selected row once, and give the weights to every reducer.
+    """Fold the selected rows of a layer of an index.
 
     Args:
         layer: Whose rows.
@@ -44,14 +87,9 @@ def fold(
         device: Where tiles are multiplied.
         stop: Asked between tiles.
     """
-    norms = torch.linalg.vector_norm(queries.double(), dim=1)
-    own = queries.to(device)
+    asked = Fold(queries, reducers, device)
     values = any(reducer.values for reducer in reducers)
     for shard in layer.shards:
-        wide = needs_float64(norms, shard)
         inside = selected[shard.start : shard.start + shard.rows]
-        tiles = shard.tiles(inside, len(queries), values=values, device=device, stop=stop)
-        for tile in tiles:
-            weights = tile_weights(own, tile.keys, wide=wide)
-            for reducer in reducers:
-                reducer.update(tile, weights)
+        for tile in shard.tiles(inside, len(queries), values=values, device=device, stop=stop):
+            asked.take(tile)

@@ -139,7 +139,7 @@ def open_layer(path: Path, layer: IndexLayer, space: RowSpace, rows: Rows) -> La
             floats = len(directions) + 1
             sketch = ShardFile(path, own.sketch, place.rows, floats, "sketch")
         shards.append(
-            Shard(place.start, place.rows, keys, values, sketch, own.max_norm, own.nonfinite)
+            Shard(rows, place.start, place.rows, keys, values, sketch, own.max_norm, own.nonfinite)
         )
     finite = np.concatenate([np.ones(0, bool), *(shard.finite() for shard in shards)])
     return Layer(

@@ -17,6 +17,8 @@ import numpy as np
 import torch
 
 from dualform.engine.errors import CancelledError
+from dualform.engine.memory.tiles import Tile
+from dualform.engine.rows.table import Table
 from dualform.store.errors import DamagedError
 from dualform.store.files import FileEntry, check_digest, check_size
 from dualform.store.index import (
@@ -37,21 +39,6 @@ _SCATTERED = 64
 """Fewer than one row in so many are read one by one, not with what lies around them."""
 
 Stop = Callable[[], bool]
-
-
-@dataclass(frozen=True)
-class Tile:
-    """A block of rows of one layer.
-
-    Attributes:
-        positions: int64 [n], ascending.
-        keys: float32 [n, d_in].
-        values: float32 [n, d_out], or None where nothing asked for them.
-    """
-
-    positions: np.ndarray
-    keys: torch.Tensor
-    values: torch.Tensor | None
 
 
 class ShardFile:
@@ -128,6 +115,7 @@ class Shard:
     """One shard of one layer.
 
     Attributes:
+        table: The rows of its layer's row space.
         start: Position of its first row.
         rows: Number of rows.
         keys: Its keys.
@@ -137,6 +125,7 @@ class Shard:
         nonfinite: Half-open ranges inside the shard whose keys are not finite.
     """
 
+    table: Table
     start: int
     rows: int
     keys: ShardFile
@@ -175,6 +164,7 @@ class Shard:
             self.values.expect(scattered=scattered)
         widest = max(keys.shape[1], 0 if own_values is None else own_values.shape[1])
         step = tile_rows(widest, queries)
+        finite = self.finite() if self.nonfinite else None
         scratch = torch.empty((min(step, count), keys.shape[1]), dtype=torch.float32, device="cpu")
         for first in range(0, count, step):
             check_stop(stop)
@@ -190,7 +180,8 @@ class Shard:
             if device is not None and device.type != "cpu":
                 tile_keys = tile_keys.to(device)
                 tile_values = None if tile_values is None else tile_values.to(device)
-            yield Tile(positions, tile_keys, tile_values)
+            own_finite = None if finite is None else finite[inside]
+            yield Tile(self.table, positions, tile_keys, tile_values, self.max_norm, own_finite)
 
     def finite(self) -> np.ndarray:
         """Which rows' keys are finite, bool [rows]."""

@@ -5,21 +5,19 @@ from __future__ import annotations
 import torch
 
 from dualform.engine.context import multiplies_in_float32
-from dualform.engine.memory.shards import Shard
 
 _FLOAT32_SAFE = 1e37
 
 
-def needs_float64(query_norms: torch.Tensor, shard: Shard) -> bool:
+def needs_float64(longest: float, max_norm: float) -> bool:
     """Whether float32 could overflow on the way, or the process allows reduced-precision products.
 
     Args:
-        query_norms: float64 [n].
-        shard: Whose keys.
+        longest: The largest Euclidean norm of a query.
+        max_norm: At least that of a key.
     """
     # The query's own length too: its projections on the sketches' directions are float32.
-    longest = float(query_norms.max()) * max(shard.max_norm, 1.0)
-    return longest > _FLOAT32_SAFE or not multiplies_in_float32()
+    return longest * max(max_norm, 1.0) > _FLOAT32_SAFE or not multiplies_in_float32()
 
 
 def tile_weights(queries: torch.Tensor, keys: torch.Tensor, *, wide: bool) -> torch.Tensor:

@@ -2,64 +2,65 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
+from dualform.engine.rows.groups import Groups
+from dualform.engine.rows.table import Table
 from dualform.store.grouping import Grouping
 
 
-@dataclass(frozen=True)
-class Distinct:
-    """Which rows stand for the same thing.
+def value_codes(values: Groups, table: Table, positions: np.ndarray) -> np.ndarray:
+    """What rows stand for: int64 [rows], equal where they stand for the same.
 
-    Attributes:
-        codes: int64 [total], by position: rows with the same code have the same value. A row
-            without a value has a code of its own.
+    Args:
+        values: Of the column, numbered.
+        table: Whose rows.
+        positions: int64 [rows].
+
+    Returns:
+        The values' numbers; a row without a value has a code of its own, negative.
     """
+    codes = values.codes(table, positions).astype(np.int64)
+    if values.null is not None:
+        without = codes == values.null
+        codes[without] = -1 - table.ids[positions[without]]
+    return codes
 
-    codes: np.ndarray
 
-    @classmethod
-    def of(cls, grouping: Grouping) -> Distinct:
-        """By the values of one column."""
-        codes = grouping.codes.astype(np.int64)
-        values = len(grouping.values)
-        if values and not grouping.values[values - 1].is_valid:
-            null = np.flatnonzero(codes == values - 1)
-            codes[null] = values + null
-        return cls(codes)
+def counts(
+    positions: np.ndarray, selected: np.ndarray, values: Grouping, grouping: Grouping | None
+) -> np.ndarray:
+    """How many of the selected rows share each hit's value (and group).
 
-    def counts(
-        self, positions: np.ndarray, selected: np.ndarray, grouping: Grouping | None
-    ) -> np.ndarray:
-        """How many of the selected rows share each hit's value (and group).
+    Args:
+        positions: int64, any shape; -1 for no hit.
+        selected: bool [total], the rows that took part.
+        values: Of the column.
+        grouping: The groups that were ranked apart, or None.
 
-        Args:
-            positions: int64, any shape; -1 for no hit.
-            selected: bool [total], the rows that took part.
-            grouping: The groups that were ranked apart, or None.
-
-        Returns:
-            int64, the shape of positions; 0 for no hit.
-        """
-        found = positions >= 0
-        counts = np.zeros(positions.shape, np.int64)
-        if not found.any():
-            return counts
-        hits = positions[found]
-        wanted = np.unique(self.codes[hits])
-        place = np.full(int(self.codes.max()) + 1, -1, np.int64)
-        place[wanted] = np.arange(len(wanted))
-        rows = np.flatnonzero(selected)
-        rows = rows[place[self.codes[rows]] >= 0]
-        pairs, hit_pairs = place[self.codes[rows]], place[self.codes[hits]]
-        if grouping is not None:
-            pairs = pairs * len(grouping.values) + grouping.codes[rows]
-            hit_pairs = hit_pairs * len(grouping.values) + grouping.codes[hits]
-        values, own = np.unique(pairs, return_counts=True)
-        counts[found] = own[np.searchsorted(values, hit_pairs)]
-        return counts
+    Returns:
+        int64, the shape of positions; 0 for no hit, 1 for a row without a value.
+    """
+    found = positions >= 0
+    out = found.astype(np.int64)
+    null = Groups(values).null
+    if null is not None:
+        found[found] = values.codes[positions[found]] != null
+    if not found.any():
+        return out
+    hits = positions[found]
+    wanted = np.unique(values.codes[hits])
+    place = np.full(len(values.values), -1, np.int64)
+    place[wanted] = np.arange(len(wanted))
+    rows = np.flatnonzero(selected)
+    rows = rows[place[values.codes[rows]] >= 0]
+    pairs, hit_pairs = place[values.codes[rows]], place[values.codes[hits]]
+    if grouping is not None:
+        pairs = pairs * len(grouping.values) + grouping.codes[rows]
+        hit_pairs = hit_pairs * len(grouping.values) + grouping.codes[hits]
+    cells, own = np.unique(pairs, return_counts=True)
+    out[found] = own[np.searchsorted(cells, hit_pairs)]
+    return out
 
 
 def first_of_each(cells: np.ndarray, codes: np.ndarray) -> np.ndarray:

@@ -14,11 +14,13 @@ import torch
 from dualform.engine.memory.layer import Layer
 from dualform.engine.memory.shards import Shard, Stop, as_slice, check_stop, tile_rows
 from dualform.engine.memory.sketch import SketchedQueries, best_rows
+from dualform.engine.memory.tiles import Tile
 from dualform.engine.memory.weights import needs_float64, tile_weights
 from dualform.engine.plan.costs import PRUNED_QUERIES, pruning_pays
 from dualform.engine.threads import over_shards
 from dualform.engine.topk import flat
-from dualform.engine.topk.candidates import Candidates, Ranking, merit
+from dualform.engine.topk.ranking import Ranking
+from dualform.engine.topk.top_k import Hits, TopK
 
 _QUERY_BLOCK = 256
 _SPAN = 1 << 22
@@ -94,30 +96,26 @@ class Scan:
         self._stop = stop
         self.asked = self.kept = 0
 
-    def run(self, selected: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Answer over the selected rows, bool [total], none of them with a key that is not finite.
-
-        Returns:
-            Positions, int64 [n * groups, k], -1 where fewer rows match, and scores, float32 of the
-            same shape, NaN there.
-        """
+    def run(self, selected: np.ndarray) -> Hits:
+        """Answer over the selected rows, bool [total]: those whose keys are finite."""
         blocks, rest = [], self._queries
         while len(rest):
             size = PRUNED_QUERIES if self._use_sketches else _QUERY_BLOCK
             blocks.append(self._run_block(rest[:size], selected))
             rest = rest[size:]
-        positions, scores = zip(*blocks, strict=True)
-        return np.concatenate(positions), np.concatenate(scores)
+        return Hits.join(blocks)
 
-    def _run_block(
-        self, queries: torch.Tensor, selected: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _run_block(self, queries: torch.Tensor, selected: np.ndarray) -> Hits:
         ranking = self._ranking
-        best = Candidates(self._layer, queries, ranking)
+        best = TopK(queries, ranking, self._layer)
         searched = []
         for shard in self._unpruned(queries, selected, best):
             own = selected[shard.start : shard.start + shard.rows]
-            if self._use_faiss and own.all() and not needs_float64(best.query_norms, shard):
+            if (
+                self._use_faiss
+                and own.all()
+                and not needs_float64(best.longest_query, shard.max_norm)
+            ):
                 searched.append(shard)
             else:
                 self._scan(shard, own, queries, best)
@@ -131,9 +129,7 @@ class Scan:
                 self._scan(shard, everything, queries, best, unsure)
         return best.result()
 
-    def _search(
-        self, shards: list[Shard], queries: torch.Tensor, best: Candidates
-    ) -> list[np.ndarray]:
+    def _search(self, shards: list[Shard], queries: torch.Tensor, best: TopK) -> list[np.ndarray]:
         """Propose what FAISS finds in these shards; each one's last merits, float32 [n]."""
         signed = -queries if self._ranking.order == "smallest" else queries
         k = self._ranking.k + _FAISS_SLACK
@@ -148,9 +144,7 @@ class Scan:
             last.append(merits[:, -1])
         return last
 
-    def _unpruned(
-        self, queries: torch.Tensor, selected: np.ndarray, best: Candidates
-    ) -> list[Shard]:
+    def _unpruned(self, queries: torch.Tensor, selected: np.ndarray, best: TopK) -> list[Shard]:
         """Propose rows by sketches, and say which shards are left to be searched."""
         basis = self._layer.basis
         if basis is None or not self._use_sketches:
@@ -163,7 +157,7 @@ class Scan:
             rows = int(np.count_nonzero(selected[shard.start : shard.start + shard.rows]))
             if rows == 0:
                 continue
-            if needs_float64(best.query_norms, shard):
+            if needs_float64(best.longest_query, shard.max_norm):
                 left.append(shard)
                 room = 0
                 continue
@@ -187,7 +181,7 @@ class Scan:
         selected: np.ndarray,
         queries: torch.Tensor,
         sketched: SketchedQueries,
-        best: Candidates,
+        best: TopK,
     ) -> bool:
         """Propose the rows of neighbouring shards that their sketches can't rule out, if it pays.
 
@@ -212,66 +206,55 @@ class Scan:
         self._scan_rows(_positions(where, kept), queries, best)
         return True
 
-    def _promising(
-        self, where: slice | np.ndarray, bounds: torch.Tensor, best: Candidates
-    ) -> np.ndarray:
+    def _promising(self, where: slice | np.ndarray, bounds: torch.Tensor, best: TopK) -> np.ndarray:
         """The rows to score first, bool [rows]: without limits nothing can be ruled out."""
         everything = np.ones(len(bounds), bool)
         found = np.zeros(len(bounds), bool)
         unlimited = np.flatnonzero(np.isinf(best.limits()).any(axis=0))
         ranking = self._ranking
-        distinct = None if ranking.distinct is None else ranking.distinct.codes[where]
+        distinct = best.stands_for(where)
         k = ranking.k
         if bounds.shape[1] <= _FEW_QUERIES:
             # The k largest scores among more rows than k rule out more; of many queries, others do.
             k = 2 * k + 50
-        if ranking.grouping is None:
+        codes = best.codes(where)
+        if codes is None:
             if unlimited.size:
                 found = best_rows(bounds, k, everything, distinct)
             return found
-        codes = ranking.grouping.codes[where]
         present = np.intersect1d(unlimited, codes)
         if len(present) <= _SEEDED_GROUPS:
             for group in present:
                 found |= best_rows(bounds, k, codes == group, distinct)
         return found
 
-    def _scan_rows(self, positions: np.ndarray, queries: torch.Tensor, best: Candidates) -> None:
+    def _scan_rows(self, positions: np.ndarray, queries: torch.Tensor, best: TopK) -> None:
         """Propose rows here and there, int64 [n], ascending, for all queries."""
-        error = torch.from_numpy(best.error)[:, None]
         step = tile_rows(self._layer.d_in, len(queries))
         for first in range(0, len(positions), step):
             check_stop(self._stop)
             own = positions[first : first + step]
-            scores = tile_weights(queries, self._layer.keys_at(own), wide=False)
-            best.add_tile(merit(scores, self._ranking.order), error, own, None)
+            keys = self._layer.keys_at(own)
+            tile = Tile(self._layer.space, own, keys, None, best.longest)
+            best.update(tile, tile_weights(queries, keys, wide=False))
 
     def _scan(
         self,
         shard: Shard,
         selected: np.ndarray,
         queries: torch.Tensor,
-        best: Candidates,
+        best: TopK,
         which: np.ndarray | None = None,
     ) -> None:
         """Propose rows of a shard for all queries, or for those named."""
         own = queries if which is None else queries[torch.from_numpy(which)]
         own = own.to(self._device)
-        error = torch.from_numpy(best.error if which is None else best.error[which])
-        error = error[:, None].to(self._device)
-        wide = needs_float64(best.query_norms, shard)
-        part = self._ranking.contribution
+        wide = needs_float64(best.longest_query, shard.max_norm)
         tiles = shard.tiles(
-            selected, len(own), values=part is not None, device=self._device, stop=self._stop
+            selected, len(own), values=best.values, device=self._device, stop=self._stop
         )
         for tile in tiles:
-            scores, errors = tile_weights(own, tile.keys, wide=wide), error
-            if part is not None:
-                assert tile.values is not None
-                scores, errors = part.of_tile(
-                    self._layer, tile.positions, scores, error, tile.values
-                )
-            best.add_tile(merit(scores, self._ranking.order), errors, tile.positions, which)
+            best.update(tile, tile_weights(own, tile.keys, wide=wide), which)
 
 
 def _asked(

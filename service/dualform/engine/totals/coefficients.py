@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from dualform.engine.memory.layer import Layer
 from dualform.engine.memory.states import State, product
 from dualform.store.index import IndexLayer
 from dualform.store.ledger import Coefficients, Ledger
@@ -83,10 +82,10 @@ def plain_output(layer: IndexLayer, state: State, queries: torch.Tensor) -> np.n
 
 
 def row_coefficients(
-    layer: Layer, coefficients: LayerCoefficients, positions: np.ndarray, device: torch.device
+    coefficients: LayerCoefficients, steps: np.ndarray, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """c, and c' where there is a bias, of the rows at these positions, int64 [m]: float64 [m]."""
-    steps = layer.space.steps[positions] - coefficients.start
+    """c, and c' where there is a bias, of rows of these steps, int64 [m]: float64 [m]."""
+    steps = steps - coefficients.start
     of_weight = torch.from_numpy(coefficients.weight.c[steps]).to(device)
     if coefficients.bias is None:
         return of_weight, None

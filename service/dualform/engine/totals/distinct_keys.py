@@ -12,7 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dualform.engine.memory.shards import Tile
+from dualform.engine.memory.tiles import Tile
+from dualform.engine.rows.groups import Groups
+from dualform.engine.totals.group_sums import GroupTotals
 from dualform.store.grouping import Grouping
 
 
@@ -85,12 +87,11 @@ class DistinctSum:
     ) -> None:
         self._pairs = pairs
         self._absolute = absolute
-        shape = (len(grouping.values), queries)
-        self._totals = torch.zeros(shape, dtype=torch.float64, device=device)
+        self._totals = GroupTotals(Groups(grouping), (queries,), device)
 
     def update(self, tile: Tile, weights: torch.Tensor) -> None:
         """Take a tile and its weights, [n, rows]."""
-        pairs, device = self._pairs, weights.device
+        pairs, device, totals = self._pairs, weights.device, self._totals.tensor()
         ends = np.searchsorted(pairs.first, [tile.positions[0], tile.positions[-1] + 1])
         own = slice(*ends.tolist())
         rows = np.searchsorted(tile.positions, pairs.first[own])
@@ -98,14 +99,20 @@ class DistinctSum:
         counts = torch.sparse_coo_tensor(
             torch.from_numpy(np.stack([pairs.groups[own], rows])),
             torch.from_numpy(pairs.counts[own]),
-            (len(self._totals), len(tile.positions)),
+            (len(totals), len(tile.positions)),
             device=device,
             check_invariants=False,
         )
         if self._absolute:
             weights = weights.abs()
-        self._totals.addmm_(counts, weights.T.double().contiguous())
+        totals.addmm_(counts, weights.T.double().contiguous())
+
+    def merge(self, other: DistinctSum) -> None:
+        """Take what another added up of other rows."""
+        if self._absolute != other._absolute:
+            raise ValueError("signed and absolute sums can't be added up")
+        self._totals.merge(other._totals)
 
     def result(self) -> np.ndarray:
-        """float64 [n, groups]."""
-        return np.ascontiguousarray(self._totals.T.cpu().numpy())
+        """float64 [n, groups], in the order of the groups' values."""
+        return np.ascontiguousarray(self._totals.ordered().T.numpy())

@@ -13,9 +13,11 @@ import torch
 
 from dualform.engine.memory.fold import Reducer, fold
 from dualform.engine.memory.layer import Layer
-from dualform.engine.memory.shards import Stop, Tile
-from dualform.engine.rows.groups import tile_runs
+from dualform.engine.memory.shards import Stop
+from dualform.engine.memory.tiles import Tile
+from dualform.engine.rows.groups import Groups, tile_runs
 from dualform.engine.totals.coefficients import LayerCoefficients, row_coefficients
+from dualform.engine.totals.group_sums import GroupTotals
 from dualform.store.grouping import Grouping
 
 _REBUILD_BYTES = 256 << 20
@@ -25,10 +27,10 @@ class WeightedValues:
     """Adds up contributions per group: a reducer.
 
     Args:
-        layer: Whose rows.
         queries: Number of queries.
-        coefficients: What each row counts.
-        grouping: Groups to keep apart, or None for a single one.
+        d_out: Length of a value.
+        coefficients: What each row counts, by its step.
+        groups: The groups to keep apart.
         device: Where the tiles are.
     """
 
@@ -36,39 +38,39 @@ class WeightedValues:
 
     def __init__(
         self,
-        layer: Layer,
         queries: int,
+        d_out: int,
         coefficients: LayerCoefficients,
-        grouping: Grouping | None,
+        groups: Groups,
         device: torch.device,
     ) -> None:
-        self._layer = layer
         self._coefficients = coefficients
-        self._grouping = grouping
-        self._device = device
-        shape = (1 if grouping is None else len(grouping.values), queries, layer.d_out)
-        self._total = torch.zeros(shape, dtype=torch.float64, device=device)
+        self._groups = groups
+        self._totals = GroupTotals(groups, (queries, d_out), device)
 
     def update(self, tile: Tile, weights: torch.Tensor) -> None:
         """Take a tile and its weights, [n, rows]."""
         assert tile.values is not None
-        of_weight, of_bias = row_coefficients(
-            self._layer, self._coefficients, tile.positions, self._device
-        )
+        of_weight, of_bias = row_coefficients(self._coefficients, tile.steps, weights.device)
         factors = weights.to(torch.float64, copy=True).mul_(of_weight)
         if of_bias is not None:
             factors += of_bias
         values = tile.values.double()
-        found = tile_runs(self._grouping, tile.positions)
+        found = tile_runs(self._groups, tile.table, tile.positions)
+        totals = self._totals.tensor()
         if found.order is not None:
-            order = found.order.to(self._device)
+            order = found.order.to(weights.device)
             factors, values = factors[:, order], values[order]
         for group, first, last in found.spans:
-            self._total[group].addmm_(factors[:, first:last], values[first:last])
+            totals[group].addmm_(factors[:, first:last], values[first:last])
+
+    def merge(self, other: WeightedValues) -> None:
+        """Take what another added up of other rows, by the same coefficients."""
+        self._totals.merge(other._totals)
 
     def result(self) -> np.ndarray:
-        """float64 [n, groups, d_out]."""
-        return np.ascontiguousarray(self._total.permute(1, 0, 2).cpu().numpy())
+        """float64 [n, groups, d_out], in the order of the groups' values."""
+        return np.ascontiguousarray(self._totals.ordered().permute(1, 0, 2).numpy())
 
 
 def rows_part(
@@ -96,7 +98,7 @@ def rows_part(
         if also:
             fold(layer, queries, selected, also, device, stop)
         return np.asarray((out if bias is None else out + bias).cpu().numpy())
-    total = WeightedValues(layer, len(queries), coefficients, grouping, device)
+    total = WeightedValues(len(queries), own.d_out, coefficients, Groups(grouping), device)
     fold(layer, queries, selected, [total, *also], device, stop)
     return total.result()
 
@@ -124,8 +126,8 @@ def rebuild(
     Returns:
         Weight, float64 [groups, d_out, d_in], and bias, float64 [groups, d_out], None without one.
     """
-    own = layer.manifest
-    groups = 1 if grouping is None else len(grouping.values)
+    own, kept_apart = layer.manifest, Groups(grouping)
+    groups = len(kept_apart)
     weight = torch.zeros((groups, own.d_out, own.d_in), dtype=torch.float64, device=device)
     bias = None
     if coefficients.bias is not None:
@@ -134,9 +136,9 @@ def rebuild(
         inside = selected[shard.start : shard.start + shard.rows]
         for tile in shard.tiles(inside, 1, values=True, device=device, stop=stop):
             assert tile.values is not None
-            of_weight, of_bias = row_coefficients(layer, coefficients, tile.positions, device)
+            of_weight, of_bias = row_coefficients(coefficients, tile.steps, device)
             keys, values = tile.keys.double(), tile.values.double()
-            found = tile_runs(grouping, tile.positions)
+            found = tile_runs(kept_apart, tile.table, tile.positions)
             if found.order is not None:
                 order = found.order.to(device)
                 keys, values, of_weight = keys[order], values[order], of_weight[order]

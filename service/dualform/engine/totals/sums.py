@@ -15,57 +15,13 @@ import torch
 
 from dualform.engine.memory.fold import fold
 from dualform.engine.memory.layer import Layer
-from dualform.engine.memory.shards import Stop, Tile
+from dualform.engine.memory.shards import Stop
 from dualform.engine.plan.costs import distinct_keys_seconds, key_sums_seconds, sums_seconds
 from dualform.engine.plan.plan import Plan, check_strategy, chosen
-from dualform.engine.rows.groups import runs
+from dualform.engine.rows.groups import Groups
 from dualform.engine.totals.distinct_keys import DistinctSum, Pairs, first_rows
+from dualform.engine.totals.group_sums import GroupSum
 from dualform.store.grouping import Grouping
-
-
-class GroupSum:
-    """Adds up weights per group: a reducer.
-
-    Args:
-        queries: Number of queries.
-        grouping: The groups.
-        absolute: Add |weight|.
-        device: Where the weights are.
-    """
-
-    values = False
-
-    def __init__(
-        self, queries: int, grouping: Grouping, absolute: bool, device: torch.device
-    ) -> None:
-        self._grouping = grouping
-        self._absolute = absolute
-        shape = (len(grouping.values), queries)
-        self._totals = torch.zeros(shape, dtype=torch.float64, device=device)
-
-    def update(self, tile: Tile, weights: torch.Tensor) -> None:
-        """Take a tile and its weights, [n, rows]."""
-        codes = self._grouping.codes[tile.positions]
-        if self._absolute:
-            weights = weights.abs()
-        found = runs(codes)
-        if len(found.spans) > 64:
-            groups = torch.from_numpy(codes).to(weights.device)
-            self._totals.index_add_(0, groups, weights.T.double())
-            return
-        if found.order is not None:
-            weights = weights[:, found.order.to(weights.device)]
-        for group, first, last in found.spans:
-            self._totals[group] += weights[:, first:last].sum(1, dtype=torch.float64)
-
-    def add_runs(self, groups: np.ndarray, weights: np.ndarray) -> None:
-        """Take whole runs: their groups, int32 [runs], and total weights, float64 [n, runs]."""
-        parts = torch.from_numpy(np.ascontiguousarray(weights.T)).to(self._totals.device)
-        self._totals.index_add_(0, torch.from_numpy(groups).to(self._totals.device), parts)
-
-    def result(self) -> np.ndarray:
-        """float64 [n, groups]."""
-        return np.ascontiguousarray(self._totals.T.cpu().numpy())
 
 
 @dataclass(frozen=True)
@@ -206,7 +162,7 @@ def total_weights(
         float64 [n, groups].
     """
     queries, grouping = prepared.queries, prepared.grouping
-    total = GroupSum(len(queries), grouping, prepared.absolute, device)
+    total = GroupSum(len(queries), Groups(grouping), prepared.absolute, device)
     if way.summed.any():
         assert layer.run_sums is not None
         weights = queries.double().numpy() @ layer.run_sums[way.summed].T

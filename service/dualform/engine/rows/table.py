@@ -1,0 +1,83 @@
+"""Rows and what is known of each: ids, steps and metadata columns, wherever the rows come from.
+
+An index knows all rows of a row space (`rows.Rows`); a live training run knows those of a tile.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from functools import cached_property
+
+import numpy as np
+import pyarrow as pa
+
+from dualform.engine.errors import InvalidArgumentError
+from dualform.engine.rows.filters import evaluate
+from dualform.store.grouping import Grouping, group
+from dualform.v1 import attribution_pb2 as pb
+
+
+class Table:
+    """Rows with their metadata, addressed by *position*; thread-safe.
+
+    Args:
+        ids: int64 [total], the row id at each position.
+        steps: int64 [total], the step at each position.
+        columns: Gives the metadata columns by name, [total], once they are asked for.
+
+    Attributes:
+        total: Number of rows.
+        everything: bool [total], all true, and only to be read: no filter.
+    """
+
+    def __init__(
+        self,
+        ids: np.ndarray,
+        steps: np.ndarray,
+        columns: Callable[[], Mapping[str, pa.Array]],
+    ) -> None:
+        self.total = len(ids)
+        self.ids = ids
+        self.steps = steps
+        self.everything = np.ones(self.total, bool)
+        self.everything.flags.writeable = False
+        self._columns = columns
+        self._groupings: dict[str, Grouping] = {}
+        self._lock = threading.RLock()
+
+    @cached_property
+    def columns(self) -> Mapping[str, pa.Array]:
+        """Metadata columns by name, [total], by position."""
+        return self._columns()
+
+    def grouping(self, column: str, field: str = "group_by") -> Grouping:
+        """Group rows by a column, which the request named in this field.
+
+        Raises:
+            InvalidArgumentError: Unknown column.
+        """
+        if column not in self.columns:
+            raise InvalidArgumentError(
+                f"unknown column {column!r}; the columns are {', '.join(self.columns)}",
+                field=field,
+                reason="UNKNOWN_COLUMN",
+            )
+        with self._lock:
+            if column not in self._groupings:
+                self._groupings[column] = group(self.columns[column])
+            return self._groupings[column]
+
+    def select(self, where: pb.Filter | None, before_step: int | None = None) -> np.ndarray:
+        """Which rows take part.
+
+        Returns:
+            bool [total], by position.
+        """
+        mask = self.everything if where is None else evaluate(where, self.columns)
+        return mask if before_step is None else mask & (self.steps < before_step)
+
+    def take(self, positions: np.ndarray) -> dict[str, pa.Array]:
+        """Every column at these positions [n]; null where a position is negative."""
+        index = pa.array(positions, mask=positions < 0)
+        return {name: column.take(index) for name, column in self.columns.items()}

@@ -1,0 +1,416 @@
+"""Top-k as a reducer: rows are proposed in float32 and answered by exact score.
+
+Proposals come with merits in float32 or float64 and bounds of their errors, from tiles, sketches or
+FAISS; a row that may still be among the k best of its cell stays a candidate. What is returned is
+scored exactly and ordered by (score, row id): docs/exactness.md has the rules. Where the memory can
+be read again, candidates are scored at the end; tiles of a live run are gone by then, and theirs at
+once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from dualform.engine.memory.exact import error_bound
+from dualform.engine.memory.layer import Layer
+from dualform.engine.memory.tiles import Tile
+from dualform.engine.rows.groups import Groups
+from dualform.engine.topk.candidates import Candidates, Kept
+from dualform.engine.topk.distinct import first_of_each, value_codes
+from dualform.engine.topk.ranking import Ranking, merit
+from dualform.engine.topk.scoring import Scores
+
+RESCORE_ROWS = 4096
+COMPRESS_AT = 1 << 17
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
+_FLOAT32_TINY = 2.0**-149
+
+
+@dataclass(frozen=True)
+class Hits:
+    """The best rows, in order; padded where fewer match.
+
+    Attributes:
+        rows: int64 [n, groups, k], row ids, -1 where padded.
+        scores: float32, the same shape, NaN where padded.
+        positions: int64, the same shape: where in the layer the rows are; -1 where padded, and
+            where they are in another memory.
+        groups: [groups], the groups' values, ascending, null last.
+        columns: Metadata of the rows that are not in the layer, by id in the column "row".
+    """
+
+    rows: np.ndarray
+    scores: np.ndarray
+    positions: np.ndarray
+    groups: pa.Array
+    columns: pa.Table
+
+    @classmethod
+    def join(cls, parts: Sequence[Hits]) -> Hits:
+        """Answers to further queries about one layer, one after the other."""
+        names = ("rows", "scores", "positions")
+        rows, scores, positions = (
+            np.concatenate([getattr(part, name) for part in parts]) for name in names
+        )
+        return cls(rows, scores, positions, parts[0].groups, parts[0].columns)
+
+
+class TopK:
+    """Keeps the rows that may be among the k best of each query and group: a reducer.
+
+    Args:
+        queries: float32 [n, d_in], finite.
+        ranking: What is ranked.
+        layer: Where its rows can be read again; None where tiles are gone once they are taken.
+
+    Attributes:
+        values: Whether it needs the tiles' values.
+        longest_query: The largest Euclidean norm of a query.
+        longest: At least that of the layer's finite keys.
+        error: float64 [n], how far a float32 attention weight can be from the exact one for these.
+    """
+
+    def __init__(self, queries: torch.Tensor, ranking: Ranking, layer: Layer | None = None) -> None:
+        self.values = ranking.contribution is not None
+        self._layer = layer
+        self._queries = queries
+        self._ranking = ranking
+        self._k = ranking.k
+        self._order = ranking.order
+        self._contribution = ranking.contribution
+        self._scores = Scores(queries, ranking.contribution, layer)
+        self._groups = Groups(ranking.grouping)
+        self._distinct = None if ranking.distinct is None else Groups(ranking.distinct)
+        self._kept = Kept()
+        self._norms = torch.linalg.vector_norm(queries.double(), dim=1)
+        self.longest_query = float(self._norms.max())
+        shards = () if layer is None else layer.shards
+        self.longest = max((shard.max_norm for shard in shards), default=0.0)
+        self.error = error_bound(queries.shape[1], self._norms, self.longest).numpy()
+        self._limits = np.full(len(queries) * len(self._groups), -np.inf)
+        self._parts = [Candidates.empty()]
+        self._pending = 0
+        self._compress_at = self._soon()
+
+    def limits(self) -> np.ndarray:
+        """Merits that are surely below these are not among the k best, float64 [n, groups]."""
+        self._compress()
+        return self._by_query()
+
+    def possible(
+        self, bounds: torch.Tensor, allowance: torch.Tensor, where: slice | np.ndarray
+    ) -> np.ndarray:
+        """Which rows may matter to some query.
+
+        Args:
+            bounds: float32 [rows, n]: merits are at most so large, but for
+            allowance: float64 [n]. The bounds are overwritten.
+            where: Positions of the rows in the layer.
+
+        Returns:
+            bool [rows].
+        """
+        limits = torch.from_numpy(self.limits()) - allowance[:, None]
+        thresholds = torch.nextafter(limits.float(), torch.tensor(-torch.inf)).T
+        codes = self.codes(where)
+        if codes is not None:
+            thresholds = thresholds.contiguous()[torch.from_numpy(codes)]
+        if bounds.shape[1] == 1:
+            return np.asarray((bounds >= thresholds)[:, 0].numpy())
+        # The largest excess, as `any` is slow along the shorter axis.
+        excess = bounds.sub_(thresholds.clamp(-_FLOAT32_MAX, _FLOAT32_MAX))
+        return np.asarray((excess.amax(dim=1) >= 0).numpy())
+
+    def codes(self, where: slice | np.ndarray) -> np.ndarray | None:
+        """The groups of the layer's rows at these positions, int32 [rows]; None without groups."""
+        grouping = self._ranking.grouping
+        assert not isinstance(grouping, str)
+        return None if grouping is None else grouping.codes[where]
+
+    def stands_for(self, where: slice | np.ndarray) -> np.ndarray | None:
+        """What the layer's rows at these positions stand for, int64 [rows]; None for themselves."""
+        if self._distinct is None:
+            return None
+        assert self._layer is not None
+        positions = np.arange(where.start, where.stop) if isinstance(where, slice) else where
+        return value_codes(self._distinct, self._layer.space, positions)
+
+    def add_matrix(self, merits: np.ndarray, positions: np.ndarray) -> None:
+        """Take proposals by weight, float32 and int64 [n, m], of a single group of the layer."""
+        assert self._layer is not None
+        cells = np.repeat(np.arange(len(merits)), merits.shape[1])
+        wide, own = merits.reshape(-1).astype(np.float64), positions.reshape(-1)
+        ids, values = self._layer.space.ids[own], self.stands_for(own)
+        self._add(
+            Candidates(
+                cells,
+                wide,
+                self.error[cells],
+                ids,
+                own,
+                np.zeros_like(ids) if values is None else values,
+                np.full(len(ids), np.nan, np.float32),
+            )
+        )
+
+    def update(self, tile: Tile, weights: torch.Tensor, which: np.ndarray | None = None) -> None:
+        """Take the rows of a tile that may matter.
+
+        Args:
+            tile: Of the layer, if there is one.
+            weights: [n, rows].
+            which: The queries that the weights belong to, int64 [n]; None for all.
+        """
+        device = weights.device
+        error = error_bound(self._queries.shape[1], self._norms, tile.max_norm)
+        errors = (error if which is None else error[torch.from_numpy(which)])[:, None].to(device)
+        if tile.finite is not None:
+            # NaN is never ranked.
+            finite = torch.from_numpy(tile.finite).to(device)
+            weights = torch.where(finite, weights, torch.nan)
+        if self._contribution is not None:
+            weights, errors = self._contribution.of_tile(tile, weights, errors)
+        merits = merit(weights, self._order)
+        codes = None
+        if self._groups.by is not None:
+            codes = self._groups.codes(tile.table, tile.positions)
+            self._grow()
+        limits = self._by_query()
+        if which is not None:
+            limits = limits[which]
+        if codes is not None:
+            limits = np.ascontiguousarray(limits)[:, codes]
+        possible = merits >= _threshold(torch.from_numpy(limits).to(device), errors, merits.dtype)
+        if self._layer is None:
+            self._cut(possible, merits, errors, codes)
+        query, row = torch.nonzero(possible, as_tuple=True)
+        if not len(query):
+            return
+        found = merits[query, row].double().cpu().numpy()
+        found_errors = errors.expand(merits.shape)[query, row].cpu().numpy()
+        queries, rows = query.cpu().numpy(), row.cpu().numpy()
+        if which is not None:
+            queries = which[queries]
+        cells = queries if codes is None else codes[rows].astype(np.int64) * len(self._queries)
+        if codes is not None:
+            cells += queries
+        positions = tile.positions[rows]
+        values = np.zeros(len(rows), np.int64)
+        if self._distinct is not None:
+            values = value_codes(self._distinct, tile.table, positions)
+        scores = np.full(len(rows), np.nan, np.float32)
+        ids = tile.table.ids[positions]
+        if self._layer is None:
+            scores = self._scores.in_tile(tile, queries, rows)
+            found, found_errors = self._merits(scores), np.zeros(len(rows))
+            self._kept.add(tile.table, np.unique(positions))
+            positions = np.full(len(rows), -1)
+        self._add(Candidates(cells, found, found_errors, ids, positions, values, scores))
+        if self._pending >= self._compress_at:
+            self._compress()
+
+    def forget(self, queries: np.ndarray, first: int, last: int) -> None:
+        """Drop what these queries were offered from positions first to last - 1, before these are
+        scanned instead."""
+        part = self._joined()
+        inside = (part.positions >= first) & (part.positions < last)
+        self._replace(part.where(~(inside & np.isin(part.cells % len(self._queries), queries))))
+
+    def merge(self, other: TopK) -> None:
+        """Take the best rows of another memory, or of other rows of this one.
+
+        Args:
+            other: Of the same question.
+
+        Raises:
+            ValueError: It is of another one.
+        """
+        ours, theirs = self._ranking, other._ranking
+        same = (ours.k, ours.order) == (theirs.k, theirs.order)
+        same &= (ours.contribution is None) == (theirs.contribution is None)
+        same &= (ours.distinct is None) == (theirs.distinct is None)
+        if not same or not torch.equal(self._queries, other._queries):
+            raise ValueError("only answers to the same question can be merged")
+        part, _ = other._settled()
+        groups = self._groups.join(other._groups)
+        self._grow()
+        group, query = np.divmod(part.cells, len(self._queries))
+        part = replace(part, cells=groups[group].astype(np.int64) * len(self._queries) + query)
+        if self._distinct is not None and other._distinct is not None:
+            # Negative codes are rows that stand for themselves, by id.
+            numbers = self._distinct.join(other._distinct).astype(np.int64)
+            known = part.values >= 0
+            values = part.values.copy()
+            values[known] = numbers[part.values[known]]
+            part = replace(part, values=values)
+        self._kept.merge(other._kept)
+        if other._layer is not self._layer:
+            if other._layer is not None:
+                self._kept.add(other._layer.space, np.unique(part.positions[part.positions >= 0]))
+            part = replace(part, positions=np.full(len(part), -1))
+        self._add(part)
+        if self._pending >= self._compress_at:
+            self._compress()
+
+    def result(self) -> Hits:
+        """The k best rows of each query and group."""
+        part, rank = self._settled()
+        groups, order = self._groups.ordered()
+        place = np.empty(len(order), np.int64)
+        place[order] = np.arange(len(order))
+        shape = (len(self._queries), len(order), self._k)
+        rows, positions = np.full(shape, -1, np.int64), np.full(shape, -1, np.int64)
+        scores = np.full(shape, np.nan, np.float32)
+        group, query = np.divmod(part.cells, len(self._queries))
+        where = (query, place[group], rank)
+        rows[where], positions[where], scores[where] = part.ids, part.positions, part.scores
+        return Hits(rows, scores, positions, groups, self._kept.of(part.ids))
+
+    def _by_query(self) -> np.ndarray:
+        """The limits, float64 [n, groups]."""
+        return np.asarray(self._limits.reshape(len(self._groups), len(self._queries)).T)
+
+    def _grow(self) -> None:
+        """Make room for the groups that have come."""
+        missing = len(self._groups) * len(self._queries) - len(self._limits)
+        if missing:
+            self._limits = np.concatenate([self._limits, np.full(missing, -np.inf)])
+            self._compress_at = self._soon()
+
+    def _soon(self) -> int:
+        """At how many candidates to look at them again, having few."""
+        if self._layer is None:
+            # Exact scores cost far more than sorting them, and higher limits save some.
+            return self._pending + self._pending // 16 + 1
+        # Until then nothing is known to be too low, and every row is a candidate.
+        return min(COMPRESS_AT, 8 * self._k * len(self._limits) + RESCORE_ROWS)
+
+    def _add(self, part: Candidates) -> None:
+        self._parts.append(part)
+        self._pending += len(part)
+
+    def _joined(self) -> Candidates:
+        if len(self._parts) > 1:
+            self._parts = [Candidates.join(self._parts)]
+        return self._parts[0]
+
+    def _replace(self, part: Candidates) -> None:
+        self._parts = [part]
+        self._pending = len(part)
+
+    def _compress(self) -> None:
+        """Raise the limits to what the candidates so far prove, and drop what lies below."""
+        part = self._joined()
+        if self._layer is None:
+            part, rank = self._settled()
+            last = rank == self._k - 1
+            self._limits[part.cells[last]] = _limits(part.merits[last])
+        else:
+            lows = part.merits - part.errors
+            order = self._first(np.lexsort((-lows, part.cells)), part)
+            starts = np.searchsorted(part.cells[order], np.arange(len(self._limits) + 1))
+            full = np.flatnonzero(np.diff(starts) >= self._k)
+            self._limits[full] = _limits(lows[order[starts[full] + self._k - 1]])
+            part = part.where(part.merits + part.errors >= self._limits[part.cells])
+            counts = np.bincount(part.cells, minlength=len(self._limits))
+            self._replace(part)
+            # Far more candidates than k are ties, which only exact scores and ids resolve.
+            crowded = np.flatnonzero(counts > 2 * self._k + RESCORE_ROWS)
+            if crowded.size:
+                self._resolve(crowded)
+        self._compress_at = self._soon()
+        if self._layer is not None:
+            self._compress_at = max(self._compress_at, 2 * self._pending)
+        if self._kept.rows > RESCORE_ROWS + 4 * self._pending:
+            self._kept.prune(part.ids)
+
+    def _resolve(self, crowded: np.ndarray) -> None:
+        """Cut crowded cells down to their k best rows by exact score."""
+        part = self._joined()
+        keep = np.ones(len(part), bool)
+        for cell in crowded:
+            own = np.flatnonzero(part.cells == cell)
+            order, rank = self._ranked(part.where(own), self._scores.of(part.where(own)))
+            keep[own] = False
+            keep[own[order[rank < self._k]]] = True
+        self._replace(part.where(keep))
+
+    def _settled(self) -> tuple[Candidates, np.ndarray]:
+        """The k best rows of each cell by exact score, in order; and each one's rank, int64 [m]."""
+        if self._layer is not None:
+            self._compress()
+        part = self._joined()
+        scores = self._scores.of(part)
+        order, rank = self._ranked(part, scores)
+        keep = order[rank < self._k]
+        part = replace(part.where(keep), scores=scores[keep])
+        part = replace(part, merits=self._merits(part.scores), errors=np.zeros(len(part)))
+        self._replace(part)
+        return part, rank[rank < self._k]
+
+    def _ranked(self, part: Candidates, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Order candidates by (cell, merit descending, row id), and each one's rank in its cell."""
+        order = np.lexsort((part.ids, -self._merits(scores), part.cells))
+        order = self._first(order, part)
+        cells = part.cells[order]
+        return order, np.arange(len(order)) - np.searchsorted(cells, cells, side="left")
+
+    def _first(self, order: np.ndarray, part: Candidates) -> np.ndarray:
+        """An order of candidates, int64 [n], without those whose value stood earlier in a cell."""
+        if self._distinct is None:
+            return order
+        return np.asarray(order[first_of_each(part.cells[order], part.values[order])])
+
+    def _merits(self, scores: np.ndarray) -> np.ndarray:
+        return np.asarray(merit(torch.from_numpy(scores), self._order).double().numpy())
+
+    def _cut(
+        self,
+        possible: torch.Tensor,
+        merits: torch.Tensor,
+        errors: torch.Tensor,
+        codes: np.ndarray | None,
+    ) -> None:
+        """Rule out what a tile's own k best rows do.
+
+        Keys grow while training, so that whole tiles are better than all rows before.
+        """
+        groups = np.zeros(1) if codes is None else np.unique(codes)
+        many = 2 * self._k * len(merits) * len(groups)
+        if self._distinct is not None or int(possible.sum()) <= many:
+            return
+        alike = errors.shape[1] == 1
+        lows = torch.where(possible, merits if alike else merits - errors, -torch.inf)
+        for group in groups.tolist():
+            own: slice | torch.Tensor = slice(None)
+            if codes is not None:
+                own = torch.from_numpy(np.flatnonzero(codes == group)).to(merits.device)
+            inside = lows[:, own]
+            if inside.shape[1] <= self._k:
+                continue
+            kth = torch.topk(inside, self._k, dim=1).values[:, -1:].double()
+            limits = torch.from_numpy(_limits((kth - errors if alike else kth).cpu().numpy()))
+            own_errors = errors if alike else errors[:, own]
+            least = _threshold(limits.to(merits.device), own_errors, merits.dtype)
+            possible[:, own] &= merits[:, own] >= least
+
+
+def _limits(kth: np.ndarray) -> np.ndarray:
+    """What a merit must reach, float64, where the k-th is surely at least `kth`."""
+    # Beyond float32's range scores are infinite, and ids decide; as they do where scores round to
+    # the same float32.
+    kth = np.where(kth < -_FLOAT32_MAX, -np.inf, np.minimum(kth, _FLOAT32_MAX))
+    return np.asarray(kth - np.abs(kth) * 2.0**-22 - _FLOAT32_TINY)
+
+
+def _threshold(limits: torch.Tensor, errors: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What a proposal with such an error must reach, in the dtype of its merit."""
+    threshold = limits - errors
+    if dtype == torch.float32:
+        return torch.nextafter(threshold.float(), torch.tensor(-torch.inf))
+    return threshold

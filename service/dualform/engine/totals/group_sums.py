@@ -1,0 +1,164 @@
+"""Totals per group: of attention weights, of rows, of keys. Reducers, in float64 throughout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from dualform.engine.memory.tiles import Tile
+from dualform.engine.rows.groups import FEW_SPANS, Groups, runs
+
+
+class GroupTotals:
+    """One float64 tensor for each group, with room for groups that are yet to come.
+
+    Args:
+        groups: The groups.
+        shape: Of each group's tensor.
+        device: Where they are.
+    """
+
+    def __init__(self, groups: Groups, shape: Sequence[int], device: torch.device) -> None:
+        self.groups = groups
+        self._totals = torch.zeros((len(groups), *shape), dtype=torch.float64, device=device)
+
+    def tensor(self) -> torch.Tensor:
+        """The totals by group number, [at least groups, ...], to be added to."""
+        missing = len(self.groups) - len(self._totals)
+        if missing > 0:
+            more = max(missing, len(self._totals) // 4)
+            room = self._totals.new_zeros((more, *self._totals.shape[1:]))
+            self._totals = torch.cat([self._totals, room])
+        return self._totals
+
+    def merge(self, other: GroupTotals) -> None:
+        """Add another's totals to those of the same groups."""
+        numbers = torch.from_numpy(self.groups.join(other.groups)).to(self._totals.device)
+        added = other.tensor()[: len(other.groups)].to(self._totals.device)
+        self.tensor().index_add_(0, numbers, added)
+
+    def ordered(self) -> torch.Tensor:
+        """The totals in the order of the groups' values, float64 [groups, ...], on the CPU."""
+        if self.groups.in_order:
+            return self.tensor()[: len(self.groups)].cpu()
+        _, order = self.groups.ordered()
+        return self.tensor()[torch.from_numpy(order).to(self._totals.device)].cpu()
+
+
+class GroupSum:
+    """Adds up attention weights per group.
+
+    Args:
+        queries: Number of queries.
+        groups: The groups.
+        absolute: Add |weight|.
+        device: Where the weights are.
+    """
+
+    values = False
+
+    def __init__(self, queries: int, groups: Groups, absolute: bool, device: torch.device) -> None:
+        self._groups = groups
+        self._absolute = absolute
+        self._totals = GroupTotals(groups, (queries,), device)
+
+    def update(self, tile: Tile, weights: torch.Tensor) -> None:
+        """Take a tile and its weights, [n, rows]."""
+        codes = self._groups.codes(tile.table, tile.positions)
+        totals = self._totals.tensor()
+        if self._absolute:
+            weights = weights.abs()
+        found = runs(codes)
+        if len(found.spans) > FEW_SPANS:
+            numbers = torch.from_numpy(codes).to(weights.device)
+            totals.index_add_(0, numbers, weights.T.double())
+            return
+        if found.order is not None:
+            weights = weights[:, found.order.to(weights.device)]
+        for group, first, last in found.spans:
+            totals[group] += weights[:, first:last].sum(1, dtype=torch.float64)
+
+    def add_runs(self, groups: np.ndarray, weights: np.ndarray) -> None:
+        """Take whole runs: their groups, int32 [runs], and total weights, float64 [n, runs]."""
+        totals = self._totals.tensor()
+        parts = torch.from_numpy(np.ascontiguousarray(weights.T)).to(totals.device)
+        totals.index_add_(0, torch.from_numpy(groups).to(totals.device), parts)
+
+    def merge(self, other: GroupSum) -> None:
+        """Take what another added up, signed or absolute as this one, of other rows."""
+        if self._absolute != other._absolute:
+            raise ValueError("signed and absolute sums can't be added up")
+        self._totals.merge(other._totals)
+
+    def result(self) -> np.ndarray:
+        """float64 [n, groups], in the order of the groups' values."""
+        return np.ascontiguousarray(self._totals.ordered().T.numpy())
+
+
+class GroupCount:
+    """Counts rows per group; weights do not matter.
+
+    Args:
+        groups: The groups.
+    """
+
+    values = False
+
+    def __init__(self, groups: Groups) -> None:
+        self._groups = groups
+        self._counts = np.zeros(0, np.int64)
+
+    def update(self, tile: Tile, weights: torch.Tensor) -> None:
+        """Take a tile."""
+        codes = self._groups.codes(tile.table, tile.positions)
+        self._add(np.bincount(codes, minlength=len(self._groups)))
+
+    def merge(self, other: GroupCount) -> None:
+        """Take what another counted of other rows."""
+        numbers = self._groups.join(other._groups)
+        counts = np.zeros(len(self._groups), np.int64)
+        np.add.at(counts, numbers[: len(other._counts)], other._counts)
+        self._add(counts)
+
+    def result(self) -> np.ndarray:
+        """int64 [groups], in the order of the groups' values."""
+        self._add(np.zeros(len(self._groups), np.int64))
+        return np.asarray(self._counts[self._groups.ordered()[1]])
+
+    def _add(self, counts: np.ndarray) -> None:
+        more = np.zeros(len(counts) - len(self._counts), np.int64)
+        self._counts = np.concatenate([self._counts, more]) + counts
+
+
+class KeySum:
+    """Adds up keys per group; weights do not matter. Signed sums of any query follow from these.
+
+    Memory: 8 d_in bytes per group.
+
+    Args:
+        d_in: Length of a key.
+        groups: The groups.
+        device: Where the keys are.
+    """
+
+    values = False
+
+    def __init__(self, d_in: int, groups: Groups, device: torch.device) -> None:
+        self._groups = groups
+        self._totals = GroupTotals(groups, (d_in,), device)
+
+    def update(self, tile: Tile, weights: torch.Tensor) -> None:
+        """Take a tile."""
+        numbers = torch.from_numpy(self._groups.codes(tile.table, tile.positions))
+        totals = self._totals.tensor()
+        totals.index_add_(0, numbers.to(totals.device), tile.keys.double())
+
+    def merge(self, other: KeySum) -> None:
+        """Take what another added up of other rows."""
+        self._totals.merge(other._totals)
+
+    def result(self) -> np.ndarray:
+        """float64 [groups, d_in], in the order of the groups' values."""
+        return np.asarray(self._totals.ordered().numpy())
