@@ -54,6 +54,9 @@ class Candidates:
         return len(self.cells)
 
 
+_NONE = pa.table({"row": pa.array([], pa.int64())})
+
+
 class Kept:
     """The metadata of candidates whose rows nothing holds afterwards."""
 
@@ -89,7 +92,7 @@ class Kept:
             In order of ids, each row once; null where a row has no such column.
         """
         if not self._parts:
-            return pa.table({"row": pa.array([], pa.int64())})
+            return _NONE
         whole = pa.concat_tables(self._parts, promote_options="default")
         rows, first = np.unique(whole["row"].to_numpy(), return_index=True)
         return whole.take(pa.array(first[np.isin(rows, ids)]))

@@ -91,7 +91,8 @@ class TopK:
         self.longest_query = float(self._norms.max())
         shards = () if layer is None else layer.shards
         self.longest = max((shard.max_norm for shard in shards), default=0.0)
-        self.error = error_bound(queries.shape[1], self._norms, self.longest).numpy()
+        self._bound = (self.longest, error_bound(queries.shape[1], self._norms, self.longest))
+        self.error = self._bound[1].numpy()
         self._limits = np.full(len(queries) * len(self._groups), -np.inf)
         self._parts = [Candidates.empty()]
         self._pending = 0
@@ -167,8 +168,10 @@ class TopK:
             which: The queries that the weights belong to, int64 [n]; None for all.
         """
         device = weights.device
-        error = error_bound(self._queries.shape[1], self._norms, tile.max_norm)
-        errors = (error if which is None else error[torch.from_numpy(which)])[:, None].to(device)
+        errors = self._errors(tile.max_norm)[:, None]
+        if which is not None:
+            errors = errors[torch.from_numpy(which)]
+        errors = errors.to(device)
         if tile.finite is not None:
             # NaN is never ranked.
             finite = torch.from_numpy(tile.finite).to(device)
@@ -270,6 +273,15 @@ class TopK:
         where = (query, place[group], rank)
         rows[where], positions[where], scores[where] = part.ids, part.positions, part.scores
         return Hits(rows, scores, positions, groups, self._kept.of(part.ids))
+
+    def _errors(self, max_norm: float) -> torch.Tensor:
+        """How far float32 attention weights of keys up to this norm can be off: float64 [n]."""
+        if self._bound[0] != max_norm:
+            self._bound = (
+                max_norm,
+                error_bound(self._queries.shape[1], self._norms, max_norm),
+            )
+        return self._bound[1]
 
     def _by_query(self) -> np.ndarray:
         """The limits, float64 [n, groups]."""

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from dualform.engine.memory.states import State, product
-from dualform.store.index import IndexLayer
 from dualform.store.ledger import Coefficients, Ledger
 
 
@@ -36,8 +36,18 @@ class LayerCoefficients:
         return LayerCoefficients(replace(self.weight, c=none), bias, self.start)
 
 
+class Parameters(Protocol):
+    """The names of a layer's parameters, as manifests of indexes and of recordings have them."""
+
+    @property
+    def weight(self) -> str: ...
+
+    @property
+    def bias(self) -> str | None: ...
+
+
 def layer_coefficients(
-    ledger: Ledger, layer: IndexLayer, at_step: int, start: int = 0
+    ledger: Ledger, layer: Parameters, at_step: int, start: int = 0
 ) -> LayerCoefficients:
     """The layer's coefficients after at_step steps, from the state after `start`."""
     return LayerCoefficients(
@@ -48,7 +58,7 @@ def layer_coefficients(
 
 
 def initial_part(
-    layer: IndexLayer, state: State, coefficients: LayerCoefficients, queries: torch.Tensor
+    layer: Parameters, state: State, coefficients: LayerCoefficients, queries: torch.Tensor
 ) -> np.ndarray:
     """What the weight, bias and momentum buffers of a state left behind: float64 [n, d_out].
 
@@ -73,7 +83,7 @@ def initial_part(
     return np.asarray(out.numpy())
 
 
-def plain_output(layer: IndexLayer, state: State, queries: torch.Tensor) -> np.ndarray:
+def plain_output(layer: Parameters, state: State, queries: torch.Tensor) -> np.ndarray:
     """W x + b by stored tensors: float64 [n, d_out]."""
     out = product(queries.double(), state[layer.weight])
     if layer.bias is not None:

@@ -1,16 +1,23 @@
 """Replay: train again, and fold every batch straight into the answers, with nothing stored.
 
-`FirstRun` is the sink of the first training, `Replay` that of the second.
+`FirstRun` is the sink of the first training, `Replay` that of the second. What takes the tiles are
+the engine's reducers; what is here is how two trainings are known to be the same.
 """
 
+from dualform.replay.answers import (
+    DualOutput,
+    Group,
+    KeySums,
+    KeySumsResult,
+    OutputParts,
+    Sums,
+    SumsResult,
+    TopK,
+    TopKResult,
+)
 from dualform.replay.errors import DivergedError, ReplayError
 from dualform.replay.first_run import FirstRun
-from dualform.replay.groups import Group
-from dualform.replay.key_sums import KeySums, KeySumsResult
-from dualform.replay.outputs import DualOutput
 from dualform.replay.replay import Replay
-from dualform.replay.sums import Sums, SumsResult
-from dualform.replay.top_k import TopK, TopKResult
 
 __all__ = [
     "DivergedError",
@@ -19,6 +26,7 @@ __all__ = [
     "Group",
     "KeySums",
     "KeySumsResult",
+    "OutputParts",
     "Replay",
     "ReplayError",
     "Sums",

@@ -13,12 +13,14 @@ import safetensors.numpy
 import torch
 from safetensors import SafetensorError, safe_open
 
+from dualform.engine.memory.tiles import Tile
 from dualform.record import StepBatch
 from dualform.record.buffers import Buffer
 from dualform.record.sink import State
+from dualform.replay.answers import KeySums
 from dualform.replay.errors import ReplayError
-from dualform.replay.key_sums import KeySums
-from dualform.replay.tiles import LiveTile, Tiles
+from dualform.replay.questions import Question
+from dualform.replay.tiles import Tiles
 from dualform.store.files import digest, write_atomic
 from dualform.store.ledger import InexactMark, Ledger, LedgerRow, from_parquet, to_parquet
 from dualform.store.recording_format import LayerSpec, RecordingManifest
@@ -84,6 +86,9 @@ class FirstRun:
                 raise ReplayError(
                     f"no layer {name!r} is recorded; there are {', '.join(manifest.layers)}"
                 )
+        for name, asked in self._key_sums.items():
+            for sums in asked:
+                sums.start(manifest.layers[name].d_in)
         self.manifest = manifest
         self._tiles = Tiles({name: manifest.layers[name] for name in self._key_sums})
 
@@ -100,8 +105,11 @@ class FirstRun:
         self.marks.extend(batch.marks)
         self.digests.append(step_digests(batch, self.manifest))
         assert self._tiles is not None
-        for tile in self._tiles.add(batch):
-            self._fold(tile)
+        for name, rows in self._tiles.first(batch):
+            for sums in self._key_sums[name]:
+                Question(sums, columns=[sums.group_by]).check(rows)
+        for name, tile in self._tiles.add(batch):
+            self._fold(name, tile)
 
     def add_examples(
         self, ids: Sequence[int] | Sequence[str], kinds: Sequence[str], data: Sequence[bytes]
@@ -116,8 +124,8 @@ class FirstRun:
         self.final = dict(final)
         self.marks.extend(marks)
         assert self._tiles is not None
-        for tile in self._tiles.rest():
-            self._fold(tile)
+        for name, tile in self._tiles.rest():
+            self._fold(name, tile)
         for sums in self._key_sums.values():
             for each in sums:
                 each.finish()
@@ -181,9 +189,10 @@ class FirstRun:
         first.final = _under("final:", arrays)
         return first
 
-    def _fold(self, tile: LiveTile) -> None:
-        for sums in self._key_sums[tile.layer]:
-            sums.update(tile, torch.zeros(0, len(tile.keys)))
+    def _fold(self, layer: str, tile: Tile) -> None:
+        for sums in self._key_sums[layer]:
+            for reducer in sums.reducers:
+                reducer.update(tile, torch.zeros(0, len(tile.keys)))
 
 
 def step_digests(batch: StepBatch, manifest: RecordingManifest) -> dict[str, bytes]:

@@ -10,26 +10,30 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 import torch
 
-from dualform.engine.context import multiplies_in_float32, own_settings
-from dualform.engine.memory.weights import tile_weights
+from dualform.engine.context import own_settings
+from dualform.engine.memory.tiles import Tile
+from dualform.engine.rows.groups import Groups
+from dualform.engine.topk.contribution import Contribution
+from dualform.engine.topk.ranking import Ranking
+from dualform.engine.topk.top_k import TopK as Reduced
+from dualform.engine.totals.coefficients import LayerCoefficients, initial_part, layer_coefficients
+from dualform.engine.totals.row_parts import WeightedValues
 from dualform.record import StepBatch
 from dualform.record.sink import State
+from dualform.replay.answers import CPU, Answer, DualOutput, Sums, TopK
 from dualform.replay.errors import DivergedError, ReplayError
 from dualform.replay.first_run import FirstRun, step_digests
-from dualform.replay.outputs import DualOutput
-from dualform.replay.reducer import Reducer, checked_queries
-from dualform.replay.sums import Sums
-from dualform.replay.tiles import LiveTile, Tiles
-from dualform.replay.top_k import TopK
+from dualform.replay.questions import Asked, Question, checked_queries, filter_of
+from dualform.replay.tiles import Tiles
 from dualform.store.ledger import InexactMark, LedgerRow
 from dualform.store.recording_format import RecordingManifest
+from dualform.v1 import attribution_pb2 as pb
 
-_R = TypeVar("_R", bound=Reducer)
+_A = TypeVar("_A", bound=Answer)
 
 SCALE_TOLERANCE = 1e-6
 """Relative difference of two measured scales that measuring them explains."""
 
-_FLOAT32_SAFE = 1e37
 _REMEDY = (
     "start from the same weights and optimizer, see the same batches in the same order, seed every "
     "random generator (torch.manual_seed), use the same number of threads and the same machine, "
@@ -69,35 +73,69 @@ class Replay:
         self._ledger: dict[int, list[LedgerRow]] = {}
         for row in first.ledger_rows:
             self._ledger.setdefault(row.step, []).append(row)
-        self._asked: dict[str, list[_Asked]] = {}
+        self._asked: dict[str, list[Asked]] = {}
         self._steps = 0
         self._opened = self._failed = False
         self._tiles = Tiles({})
 
+    @own_settings()
     def top_k(
         self,
         layer: str,
         queries: np.ndarray | torch.Tensor,
         k: int,
         *,
-        order: str = "largest",
+        where: str | pb.Filter | None = None,
         group_by: str | None = None,
+        order: str = "largest",
+        rank_by: str = "weight",
+        unit: int | None = None,
+        at_step: int | None = None,
+        distinct: str | None = None,
     ) -> TopK:
-        """The k rows with the largest, smallest or largest absolute attention weight.
+        """The k rows with the largest, smallest or largest absolute weight or contribution.
 
         Args:
             layer: Its name.
             queries: float32 [n, d_in], finite.
             k: Per query, and per group with group_by.
-            order: "largest", "smallest" or "absolute".
+            where: Which rows take part, such as "label = 6 and step < 3000"; None for all.
             group_by: A metadata column to rank within.
+            order: "largest", "smallest" or "absolute".
+            rank_by: "weight", or "contribution": what a row added to one output unit.
+            unit: The output unit, 0 to d_out - 1; with "contribution" alone.
+            at_step: Contributions after so many steps; None for the trained layer. Likewise.
+            distinct: A metadata column: of rows with the same value only the best counts; rows
+                without a value stand for themselves.
 
         Raises:
-            ReplayError: An argument is wrong, or training has begun.
+            ReplayError: An argument is wrong, training has begun, or contributions are asked of an
+                inexact layer.
         """
         own = self._queries(layer, queries)
-        return self._add(layer, own, TopK(own, k, order, group_by))
+        if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+            raise ReplayError(f"k is {k!r}; at least 1 is needed")
+        _check_one_of("order", order, ("largest", "smallest", "absolute"))
+        _check_one_of("rank_by", rank_by, ("weight", "contribution"))
+        contribution = end = None
+        if rank_by == "contribution":
+            d_out = self._first.manifest.layers[layer].d_out
+            if isinstance(unit, bool) or not isinstance(unit, int) or not 0 <= unit < d_out:
+                raise ReplayError(
+                    f"unit is {unit!r}; rank_by='contribution' needs one of layer {layer!r}'s "
+                    f"output units 0 to {d_out - 1}"
+                )
+            end = self._last_step(layer, at_step)
+            contribution = Contribution(self._coefficients(layer, end), unit)
+        elif unit is not None or at_step is not None:
+            name = "unit" if unit is not None else "at_step"
+            raise ReplayError(f"{name} goes with rank_by='contribution', not with 'weight'")
+        ranking = Ranking(k, order, group_by, contribution, distinct)
+        answer = TopK(Reduced(own, ranking), group_by is not None)
+        columns = [name for name in (group_by, distinct) if name is not None]
+        return self._add(layer, own, answer, filter_of(where), end, columns)
 
+    @own_settings()
     def sums(
         self,
         layer: str,
@@ -105,34 +143,61 @@ class Replay:
         group_by: str,
         *,
         absolute: bool = False,
+        where: str | pb.Filter | None = None,
     ) -> Sums:
         """Total attention weight, signed or absolute, per value of a metadata column.
+
+        Args:
+            layer: Its name.
+            queries: float32 [n, d_in], finite.
+            group_by: The column.
+            absolute: Sum |weight|.
+            where: Which rows take part; None for all.
 
         Raises:
             ReplayError: An argument is wrong, or training has begun.
         """
         own = self._queries(layer, queries)
-        return self._add(layer, own, Sums(len(own), group_by, absolute))
+        answer = Sums(len(own), group_by, absolute)
+        return self._add(layer, own, answer, filter_of(where), None, [group_by])
 
-    def dual_output(self, layer: str, queries: np.ndarray | torch.Tensor) -> DualOutput:
+    @own_settings()
+    def dual_output(
+        self,
+        layer: str,
+        queries: np.ndarray | torch.Tensor,
+        *,
+        where: str | pb.Filter | None = None,
+        at_step: int | None = None,
+        group_by: str | None = None,
+    ) -> DualOutput:
         """The layer's output: the initial part and every row's contribution.
+
+        Args:
+            layer: Its name.
+            queries: float32 [n, d_in], finite.
+            where: Which rows take part; the initial part always stays.
+            at_step: After so many steps, 0 to as many as there were; None for the trained layer.
+            group_by: A metadata column: the output split by its values too (`parts`).
 
         Raises:
             ReplayError: An argument is wrong, training has begun, or the layer is inexact.
         """
         own = self._queries(layer, queries)
-        spec = self._first.manifest.layers[layer]
-        marks = [mark for name, mark in self._first.marks if name == layer]
-        if marks:
-            raise ReplayError(
-                f"layer {layer!r} is inexact from step {marks[0].from_step} on: "
-                f"{marks[0].reason}. Its dual output is not its output; top_k and sums are exact"
-            )
-        if not self._first.manifest.values:
-            raise ReplayError("the dual output needs values; record with values=True")
-        ledger = self._first.ledger()
-        output = DualOutput(own, spec, ledger, self._first.initial)
-        return self._add(layer, own, output)
+        end = self._last_step(layer, at_step)
+        spec, groups = self._first.manifest.layers[layer], Groups(group_by)
+        coefficients = self._coefficients(layer, end)
+        names = (spec.weight, spec.bias)
+        state = {
+            name: torch.from_numpy(np.array(array))
+            for name, array in self._first.initial.items()
+            if name.removeprefix("momentum:") in names
+        }
+        initial = initial_part(spec, state, coefficients, own)
+        rows = WeightedValues(len(own), spec.d_out, coefficients, groups, CPU)
+        columns = [] if group_by is None else [group_by]
+        answer = DualOutput(initial, rows, groups)
+        return self._add(layer, own, answer, filter_of(where), end, columns)
 
     @own_settings()
     def open(self, manifest: RecordingManifest) -> None:
@@ -174,7 +239,7 @@ class Replay:
             DivergedError: It is not the first run's.
         """
         if self._failed:
-            raise DivergedError("the replay was given up: this training is not the first one")
+            raise DivergedError("the replay was given up; what was wrong was said then")
         if batch.step != self._steps or batch.step >= self._first.steps:
             self._refuse(
                 f"step {batch.step} comes where the first run had step {self._steps} of "
@@ -182,8 +247,9 @@ class Replay:
             )
         self._compare_step(batch)
         self._steps += 1
-        for tile in self._tiles.add(batch):
-            self._fold(tile)
+        self._check_questions(batch)
+        for name, tile in self._tiles.add(batch):
+            self._fold(name, tile)
 
     def add_examples(
         self, ids: Sequence[int] | Sequence[str], kinds: Sequence[str], data: Sequence[bytes]
@@ -205,12 +271,12 @@ class Replay:
         if self._steps != self._first.steps:
             self._refuse(f"training ended after {self._steps} of {self._first.steps} steps")
         self._compare(self._final, final, "after the last step")
-        for tile in self._tiles.rest():
-            self._fold(tile)
+        for name, tile in self._tiles.rest():
+            self._fold(name, tile)
         for asked in self._asked.values():
             for each in asked:
-                for reducer in each.reducers:
-                    reducer.finish()
+                for question in each.questions:
+                    question.answer.finish()
 
     def _queries(self, layer: str, queries: np.ndarray | torch.Tensor) -> torch.Tensor:
         if self._opened:
@@ -223,20 +289,62 @@ class Replay:
             )
         return checked_queries(queries, layer, spec.d_in)
 
-    def _add(self, layer: str, queries: torch.Tensor, reducer: _R) -> _R:
+    def _last_step(self, layer: str, at_step: int | None) -> int:
+        """After how many steps an output is asked for, once the layer is exact up to there."""
+        end = self._first.steps if at_step is None else at_step
+        if isinstance(end, bool) or not 0 <= end <= self._first.steps:
+            raise ReplayError(
+                f"at_step is {at_step!r}; training had {self._first.steps} steps, so it is one of "
+                f"0 to {self._first.steps}"
+            )
+        if not self._first.manifest.values:
+            raise ReplayError("outputs and contributions need values; record with values=True")
+        for name, mark in self._first.marks:
+            if name == layer and mark.from_step < end:
+                raise ReplayError(
+                    f"layer {layer!r} is inexact from step {mark.from_step} on: {mark.reason}. Its "
+                    f"dual output is not its output; ask with at_step <= {mark.from_step}, or for "
+                    "weights (top_k, sums), which are exact"
+                )
+        return end
+
+    def _coefficients(self, layer: str, end: int) -> LayerCoefficients:
+        """By the first training's ledger: a row's coefficient depends on the steps after it."""
+        return layer_coefficients(self._first.ledger(), self._first.manifest.layers[layer], end)
+
+    def _add(
+        self,
+        layer: str,
+        queries: torch.Tensor,
+        answer: _A,
+        where: pb.Filter | None,
+        before_step: int | None,
+        columns: Sequence[str],
+    ) -> _A:
         """Questions with the same queries share one product per tile."""
+        question = Question(answer, where, before_step, columns)
         for asked in self._asked.setdefault(layer, []):
             if torch.equal(asked.queries, queries):
-                asked.reducers.append(reducer)
-                return reducer
-        self._asked[layer].append(_Asked(queries, [reducer]))
-        return reducer
+                asked.questions.append(question)
+                return answer
+        self._asked[layer].append(Asked(queries))
+        self._asked[layer][-1].questions.append(question)
+        return answer
 
-    def _fold(self, tile: LiveTile) -> None:
-        for asked in self._asked[tile.layer]:
-            weights = asked.weights(tile)
-            for reducer in asked.reducers:
-                reducer.update(tile, weights)
+    def _check_questions(self, batch: StepBatch) -> None:
+        """Refuse what can't be answered when a layer's first rows are there, not hours later."""
+        for name, rows in self._tiles.first(batch):
+            for asked in self._asked[name]:
+                for question in asked.questions:
+                    try:
+                        question.check(rows)
+                    except ReplayError:
+                        self._failed = True
+                        raise
+
+    def _fold(self, layer: str, tile: Tile) -> None:
+        for asked in self._asked[layer]:
+            asked.take(tile)
 
     def _compare_step(self, batch: StepBatch) -> None:
         theirs, ours = self._first.digests[batch.step], step_digests(batch, self._first.manifest)
@@ -264,19 +372,9 @@ class Replay:
         )
 
 
-class _Asked:
-    """Questions with the same queries to one layer."""
-
-    def __init__(self, queries: torch.Tensor, reducers: list[Reducer]) -> None:
-        self.queries = queries
-        self.reducers = reducers
-        self._longest = float(torch.linalg.vector_norm(queries.double(), dim=1).max())
-
-    def weights(self, tile: LiveTile) -> torch.Tensor:
-        """Attention weights [n, rows]: float64 where float32 could overflow or is not itself."""
-        risky = self._longest * tile.max_norm > _FLOAT32_SAFE
-        wide = risky or not multiplies_in_float32()
-        return tile_weights(self.queries, tile.keys, wide=wide)
+def _check_one_of(name: str, value: str, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise ReplayError(f"{name} is {value!r}; allowed are {', '.join(allowed)}")
 
 
 def _same(a: np.ndarray, b: np.ndarray) -> bool:
