@@ -132,8 +132,8 @@ class TopK(Answer):
         rows, scores = hits.rows, hits.scores
         if not self._grouped:
             rows, scores = rows[:, 0], scores[:, 0]
-        kept = {own.pop("row"): own for own in hits.columns.to_pylist()}
-        return TopKResult(rows, scores, hits.groups.to_pylist() if self._grouped else None, kept)
+        groups = hits.groups.to_pylist() if self._grouped else None
+        return TopKResult(rows, scores, groups, hits.columns)
 
 
 class Sums(Answer):

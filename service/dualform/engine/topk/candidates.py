@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from dualform.engine.rows.table import Table
 
@@ -54,45 +54,36 @@ class Candidates:
         return len(self.cells)
 
 
-_NONE = pa.table({"row": pa.array([], pa.int64())})
-
-
 class Kept:
-    """The metadata of candidates whose rows nothing holds afterwards."""
+    """The metadata of candidates whose rows nothing holds afterwards, as Python objects: Arrow's
+    many small ones would lie about in the memory that tiles come and go in."""
 
     def __init__(self) -> None:
-        self._parts: list[pa.Table] = []
-        self.rows = 0
+        self._rows: dict[int, dict[str, Any]] = {}
+
+    def __len__(self) -> int:
+        return len(self._rows)
 
     def add(self, table: Table, positions: np.ndarray) -> None:
         """Keep some rows of a table, at positions int64 [m]."""
         if not len(positions):
             return
-        ids = pa.array(table.ids[positions])
-        self._parts.append(pa.table({"row": ids, **table.take(positions)}))
-        self.rows += len(positions)
+        columns = {name: column.to_pylist() for name, column in table.take(positions).items()}
+        for place, row in enumerate(table.ids[positions].tolist()):
+            self._rows[row] = {name: column[place] for name, column in columns.items()}
 
     def merge(self, other: Kept) -> None:
         """Take what another keeps."""
-        self._parts += other._parts
-        self.rows += other.rows
+        self._rows.update(other._rows)
 
     def prune(self, ids: np.ndarray) -> None:
         """Keep these rows alone, int64 [m]."""
-        self._parts = [self.of(ids)]
-        self.rows = len(self._parts[0])
+        wanted = set(ids.tolist())
+        self._rows = {row: columns for row, columns in self._rows.items() if row in wanted}
 
-    def of(self, ids: np.ndarray) -> pa.Table:
-        """The metadata of those of these rows that are kept, by row id in the column "row".
-
-        Args:
-            ids: int64 [m].
-
-        Returns:
-            In order of ids, each row once; null where a row has no such column.
-        """
-        if not self._parts:
-            return _NONE
-        whole = pa.concat_tables(self._parts, promote_options="default")
-        rows, first = np.unique(whole["row"].to_numpy(), return_index=True)
-        return whole.take(pa.array(first[np.isin(rows, ids)]))
+    def of(self, ids: np.ndarray) -> dict[int, dict[str, Any]]:
+        """The metadata of those of these rows that are kept, int64 [m]: by row id, ascending, and
+        by column; None where a row has no such column."""
+        rows = [row for row in np.unique(ids).tolist() if row in self._rows]
+        names = dict.fromkeys(name for row in rows for name in self._rows[row])
+        return {row: {name: self._rows[row].get(name) for name in names} for row in rows}

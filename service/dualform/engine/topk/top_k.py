@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -41,14 +42,14 @@ class Hits:
         positions: int64, the same shape: where in the layer the rows are; -1 where padded, and
             where they are in another memory.
         groups: [groups], the groups' values, ascending, null last.
-        columns: Metadata of the rows that are not in the layer, by id in the column "row".
+        columns: Metadata of the rows that are not in the layer, by row id and by column.
     """
 
     rows: np.ndarray
     scores: np.ndarray
     positions: np.ndarray
     groups: pa.Array
-    columns: pa.Table
+    columns: dict[int, dict[str, Any]]
 
     @classmethod
     def join(cls, parts: Sequence[Hits]) -> Hits:
@@ -211,11 +212,13 @@ class TopK:
         if self._layer is None:
             scores = self._scores.in_tile(tile, queries, rows)
             found, found_errors = self._merits(scores), np.zeros(len(rows))
-            self._kept.add(tile.table, np.unique(positions))
-            positions = np.full(len(rows), -1)
+            own, positions = np.unique(positions), np.full(len(rows), -1)
         self._add(Candidates(cells, found, found_errors, ids, positions, values, scores))
         if self._pending >= self._compress_at:
             self._compress()
+        if self._layer is None:
+            held = np.concatenate([part.ids for part in self._parts])
+            self._kept.add(tile.table, own[np.isin(tile.table.ids[own], held)])
 
     def forget(self, queries: np.ndarray, first: int, last: int) -> None:
         """Drop what these queries were offered from positions first to last - 1, before these are
@@ -338,7 +341,7 @@ class TopK:
         self._compress_at = self._soon()
         if self._layer is not None:
             self._compress_at = max(self._compress_at, 2 * self._pending)
-        if self._kept.rows > RESCORE_ROWS + 4 * self._pending:
+        if len(self._kept) > RESCORE_ROWS + 4 * self._pending:
             self._kept.prune(part.ids)
 
     def _resolve(self, crowded: np.ndarray) -> None:
