@@ -147,13 +147,13 @@ class GradientCheck:
         return dot(reduced, self._u64), math.sqrt(square)
 
     def blindness(self, tensor: torch.Tensor) -> float:
-        """|T| / |u'Tv|, Frobenius norm, at least 1: large where a tensor, and so most likely what
-        it was made of, lies across u or v, as rows of one direction may. Norms that probes estimate
-        are then too small, but rounding, which has all directions, is not.
+        """By what `probe` underestimates a tensor's norm, at least 1: much where its rows, and so
+        most likely those that it was made of, have one direction that lies across v. Rounding has
+        all directions, and is as large as the true norm makes it.
         """
-        probe, _ = self.probe(tensor)
+        _, estimate = self.probe(tensor)
         norm = float(tensor.detach().double().norm())
-        return max(1.0, norm / abs(probe)) if math.isfinite(norm) and probe else 1.0
+        return max(1.0, norm / estimate) if math.isfinite(norm) and estimate else 1.0
 
     def weight(self, grad: torch.Tensor, watch: GradientWatch, sides: Sides) -> Verdict:
         """Test the weight's gradient, float32 [d_out, d_in], at the step.
