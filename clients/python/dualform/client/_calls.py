@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
@@ -43,6 +44,8 @@ def checked_call(function: Function) -> Function:
         with _refusals():
             return await function(*args, **kwargs)
 
+    # What torch.compiler.disable sets, without torch: the call itself is not translated either.
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
     return cast(Function, awaited if inspect.iscoroutinefunction(function) else call)
 
 
@@ -53,6 +56,15 @@ def _refusals() -> Iterator[None]:
         yield
     except QuestionError as error:
         raise InvalidArgumentError(str(error), field=error.field, reason=error.reason) from None
+
+
+def outside_compiled_code(function: Function) -> Function:
+    """`function`, run as it is where torch.compile would otherwise translate it: it asks a server.
+
+    What compiles a whole function at once (`fullgraph=True`) is told so by torch.
+    """
+    dynamo = sys.modules.get("torch._dynamo")  # not loaded: nothing is compiled
+    return function if dynamo is None else dynamo.disable(function)
 
 
 def checked_calls(kind: Kind) -> Kind:

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from dualform.client._arrays import int64, patterns_of
-from dualform.client._calls import checked_call
+from dualform.client._calls import checked_call, outside_compiled_code
 from dualform.client._info import IndexInfo, LayerInfo
 from dualform.client._sync import Client
 from dualform.client.errors import CallError, FailedPreconditionError, InvalidArgumentError
@@ -99,7 +99,8 @@ def dual_form(
         for name, layer in chosen.items():
             # The hook also keeps fused fast paths, which bypass `forward`, from being taken.
             restore.callback(layer.register_forward_pre_hook(counter(name)).remove)
-            restore.enter_context(_replaced(layer, _forward(info.layers[name], answer)))
+            forward = outside_compiled_code(_forward(info.layers[name], answer))
+            restore.enter_context(_replaced(layer, forward))
         yield
     silent = [name for name, count in calls.items() if not count]
     if layers is not None and silent:
