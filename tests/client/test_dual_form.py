@@ -160,6 +160,7 @@ def test_only_the_layers_named_are_replaced(trained: Trained) -> None:
         torch.testing.assert_close(model(images), expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:layer .* of the model holds other weights")
 def test_any_leading_shape(trained: Trained) -> None:
     x, model = trained.images[:12], digits.network()
     with dual_form(model, trained.client, layers=["0"]):

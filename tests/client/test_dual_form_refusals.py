@@ -130,6 +130,7 @@ def clipped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
         yield client
 
 
+@pytest.mark.filterwarnings("ignore:layer .* of the model holds other weights")
 def test_an_inexact_layer_is_refused_from_its_mark_on(clipped: Client) -> None:
     layers = clipped.index().layers
     (mark,) = layers["0"].inexact
@@ -186,6 +187,7 @@ def test_a_layer_asked_for_that_does_not_run(remote: Client, memory: Memory) -> 
     assert not model.fc._forward_pre_hooks
 
 
+@pytest.mark.filterwarnings("ignore:layer .* of the model holds other weights")
 def test_the_encoders_fused_path_is_not_taken(tmp_path: Path) -> None:
     torch.manual_seed(1)
     encoder = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)

@@ -54,6 +54,7 @@ def capture_queries(
     """
     import torch
 
+    _check_hooks_fire(model, layers)
     if not isinstance(model, torch.nn.Module):
         raise InvalidArgumentError(
             f"model is of type {type(model).__name__}; a torch.nn.Module is needed", field="model"
@@ -82,6 +83,38 @@ def capture_queries(
             field="layers",
         )
     return {name: torch.cat(keys).numpy() for name, keys in seen.items() if keys}
+
+
+def _check_hooks_fire(model: object, layers: object) -> None:
+    """Scripted, traced and exported models run without their layers' Python: no hook sees in."""
+    import torch
+
+    remedy = "pass the nn.Module that it was made from, with the same weights"
+    if type(model).__name__ == "ExportedProgram":
+        raise InvalidArgumentError(
+            f"model is an ExportedProgram, whose layers can't be watched; {remedy}", field="model"
+        )
+    if not isinstance(model, torch.nn.Module):
+        return
+    for name, module in model.named_modules():
+        where = f"module {name!r}" if name else "the model"
+        scripted = isinstance(module, torch.jit.ScriptModule)
+        # With layers= the others may be as they are.
+        if scripted and (not name or layers is None) and _has_linear(module):
+            raise InvalidArgumentError(
+                f"{where} is scripted or traced, and its layers can't be watched; {remedy}"
+                + (", or name the other layers in layers=" if name else ""),
+                field="model",
+            )
+        if isinstance(module, torch.fx.GraphModule) and "eval" in vars(module):
+            raise InvalidArgumentError(
+                f"{where} is exported, and its layers can't be watched; {remedy}", field="model"
+            )
+
+
+def _has_linear(scripted: Any) -> bool:
+    kinds = {getattr(module, "original_name", "") for module in scripted.modules()}
+    return bool(kinds & {"Linear", "LSTM"})
 
 
 def _selected(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from dualform.client._arrays import int64, patterns_of
 from dualform.client._calls import checked_call, outside_compiled_code
@@ -17,7 +20,10 @@ from dualform.v1.attribution_pb2 import Filter
 if TYPE_CHECKING:
     import torch
 
-    Forward = Callable[[torch.Tensor], torch.Tensor]
+    Forward = Callable[..., Any]
+
+# Relative; outputs equal the trained layer's to 1e-4 (docs/exactness.md), bfloat16 copies to 1e-2.
+SAME_WEIGHTS = 0.02
 
 
 @checked_call
@@ -36,10 +42,12 @@ def dual_form(
 
     Everything else of the model runs as it is, in the mode that it is in: call `model.eval()` first
     where there is dropout. Behind the block the layers are as before, also after an exception. The
-    layers' own weights take no part, so the model may be freshly initialised; hooks run as ever. A
-    block inside a block takes over the layers that it names. The layers are replaced for all
-    threads, and no gradient flows through them: their output does not require grad, so a backward
-    that would need to pass through them finds nothing to do below.
+    layers' own weights take no part, so the model may be freshly initialised if all its parameters
+    are in such layers; where others stay, and the model's weights are not those that the index was
+    trained to, a warning says so. Hooks run as ever. A `dualform.record.LSTM` asks once per time
+    step. A block inside a block takes over the layers that it names. The layers are replaced for
+    all threads, and no gradient flows through them: their output does not require grad, so a
+    backward that would need to pass through them finds nothing to do below.
 
     Args:
         model: The model, not compiled.
@@ -80,6 +88,7 @@ def dual_form(
         _check_exact(info.layers[own], end)
     if where is not None:
         _check_where(client, info, chosen, where, index, timeout)
+    _warn_of_another_model(model, client, info, chosen, at_step, index, timeout)
 
     def answer(name: str, queries: torch.Tensor) -> Any:
         found = client.dual_output(
@@ -99,7 +108,11 @@ def dual_form(
         for name, layer in chosen.items():
             # The hook also keeps fused fast paths, which bypass `forward`, from being taken.
             restore.callback(layer.register_forward_pre_hook(counter(name)).remove)
-            forward = outside_compiled_code(_forward(info.layers[name], answer))
+            shape = info.layers[name]
+            plain = _forward(shape, answer)
+            forward = outside_compiled_code(
+                _lstm_forward(plain, shape.d_out // 4) if shape.kind == "lstm" else plain
+            )
             restore.enter_context(_replaced(layer, forward))
         yield
     silent = [name for name, count in calls.items() if not count]
@@ -135,6 +148,35 @@ def _forward(info: LayerInfo, answer: Callable[[str, torch.Tensor], Any]) -> For
             return torch.zeros(shape, device=input.device)
         queries = input.detach().reshape(-1, info.d_in).float()
         return torch.from_numpy(answer(info.name, queries)).to(input.device).reshape(shape)
+
+    return forward
+
+
+def _lstm_forward(gates: Forward, hidden: int) -> Forward:
+    """The forward of `dualform.record.LSTM` [batch, time, input_size], one question per time step.
+
+    Args:
+        gates: Pre-activations of i, f, g, o, [batch, 4 hidden], of [h_{t-1}; x_t].
+        hidden: Length of h.
+    """
+    import torch
+
+    def forward(x: torch.Tensor, state: Any = None) -> Any:
+        if x.ndim != 3 or not x.shape[1]:
+            raise InvalidArgumentError(
+                f"an LSTM sees shape {list(x.shape)}; it takes [batch, time, input_size] with at "
+                "least one time step",
+                field="model",
+            )
+        x = x.detach()
+        h, c = (x.new_zeros(len(x), hidden),) * 2 if state is None else state
+        steps = []
+        for at in x.unbind(1):
+            i, f, g, o = gates(torch.cat([h, at], 1)).chunk(4, 1)
+            c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+            h = torch.sigmoid(o) * torch.tanh(c)
+            steps.append(h)
+        return torch.stack(steps, 1), (h, c)
 
     return forward
 
@@ -216,13 +258,23 @@ def _checked(
             f"the model has no layer {info.name!r}; its linear layers are: {_listed(linear)}",
             field="layers",
         )
-    if not isinstance(module, torch.nn.Linear):
+    if info.kind == "lstm" and hasattr(module, "gate_keys"):
+        cell: Any = module
+        d_in, d_out = cell.hidden_size + cell.input_size, 4 * cell.hidden_size
+        return _same_shape(module, (d_in, d_out, cell.ih.bias is not None), info)
+    if info.kind != "linear" or not isinstance(module, torch.nn.Linear):
         raise InvalidArgumentError(
             f"layer {info.name!r} is {info.kind} in the index and {type(module).__name__} in the "
             f"model; its linear layers are: {_listed(linear)}",
             field="layers",
         )
     of_model = (module.in_features, module.out_features, module.bias is not None)
+    return _same_shape(module, of_model, info)
+
+
+def _same_shape(
+    module: torch.nn.Module, of_model: tuple[int, int, bool], info: LayerInfo
+) -> torch.nn.Module:
     of_index = (info.d_in, info.d_out, info.bias)
     if of_model != of_index:
         raise InvalidArgumentError(
@@ -272,11 +324,52 @@ def _check_where(
     timeout: float | None,
 ) -> None:
     """A wrong filter is refused now; at step 0 no row takes part, so that asking costs nothing."""
-    import numpy as np
-
     for name in chosen:
         nothing = np.zeros((1, info.layers[name].d_in), np.float32)
         client.dual_output(name, nothing, where=where, at_step=0, index=index, timeout=timeout)
+
+
+def _warn_of_another_model(
+    model: torch.nn.Module,
+    client: Client,
+    info: IndexInfo,
+    chosen: Mapping[str, torch.nn.Module],
+    at_step: int | None,
+    index: str | None,
+    timeout: float | None,
+) -> None:
+    """Layers outside the block keep the model's weights, which should be of the same training.
+
+    Told by the layers inside it: one product of each with a random vector, in model and index.
+    """
+    import torch
+
+    inside = {id(own) for layer in chosen.values() for own in layer.parameters()}
+    if all(id(own) in inside for own in model.parameters()):
+        return
+    for name, layer in chosen.items():
+        if not isinstance(layer, torch.nn.Linear):
+            continue
+        probe = np.random.default_rng(0).standard_normal((1, layer.in_features))
+        probe = probe.astype(np.float32)
+        own = torch.nn.functional.linear(
+            torch.from_numpy(probe).double(),
+            layer.weight.detach().cpu().double(),
+            None if layer.bias is None else layer.bias.detach().cpu().double(),
+        ).numpy()
+        # Either the checkpoint of that step is meant, or the trained model, where that is known.
+        for step in {at_step} if info.layers[name].inexact else {at_step, None}:
+            found = client.dual_output(name, probe, at_step=step, index=index, timeout=timeout)
+            if np.linalg.norm(found.values - own) <= SAME_WEIGHTS * np.linalg.norm(own):
+                break
+        else:
+            warnings.warn(
+                f"layer {name!r} of the model holds other weights than the index was trained to: "
+                "is this the model that was recorded, with its checkpoint loaded? Layers that are "
+                "not in dual form keep what the model holds",
+                stacklevel=4,
+            )
+            return
 
 
 def _shape(d_in: int, d_out: int, bias: bool) -> str:
