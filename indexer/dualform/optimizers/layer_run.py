@@ -1,0 +1,244 @@
+"""A layer followed through its training: the whole's preconditioner, and the parts of its weights.
+
+Rows are handed over step by step, in the order of the steps; steps between without rows are taken
+with a gradient of zero, or not at all where the ledger says that the parameter took no part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from dualform.optimizers.family import Family, Transition
+from dualform.optimizers.trajectory import Part, Trajectory
+
+PRODUCT_ROWS = 2048
+"""Rows of one float32 product of values and keys: training's own products are as long."""
+
+
+class Row(Protocol):
+    """What is read of a ledger's row."""
+
+    @property
+    def settings(self) -> Any: ...
+    @property
+    def scale(self) -> float: ...
+    @property
+    def took_part(self) -> bool: ...
+    @property
+    def first(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Affine:
+    """A part of a layer: what it adds to an output is `weight @ x + bias`.
+
+    Attributes:
+        weight: float64 [d_out, d_in].
+        bias: float64 [d_out]; None for a layer without.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it holds."""
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+
+class ParameterRun:
+    """One parameter's trajectory from some step on, and its parts.
+
+    Args:
+        family: The optimizer's.
+        rows: The parameter's ledger, one row a step, from step 0.
+        state: "weight" and the buffers at the start.
+        start: After how many steps that was.
+        parts: How many parts gather rows.
+    """
+
+    def __init__(
+        self,
+        family: Family,
+        rows: Sequence[Row],
+        state: Mapping[str, torch.Tensor],
+        start: int,
+        parts: int,
+    ) -> None:
+        later = rows[start:]
+        follow = any(family.follows_whole(row.settings) for row in later if row.took_part)
+        self._rows = rows
+        self._step = start
+        self._trajectory = Trajectory(family, state, follow=follow)
+        self._zeros = torch.zeros(state["weight"].shape, dtype=torch.float64)
+        self.initial = self._trajectory.start(state)
+        self.parts = [self._trajectory.empty() for _ in range(parts)]
+
+    def advance(
+        self,
+        step: int,
+        watch: Callable[[int, Transition], None] | None = None,
+    ) -> None:
+        """Take all steps before this one, in which no rows came, with gradients of zero."""
+        while self._step < step:
+            self.take(self._zeros, [None] * len(self.parts), watch)
+
+    def take(
+        self,
+        products: torch.Tensor,
+        of_parts: Sequence[torch.Tensor | None],
+        watch: Callable[[int, Transition], None] | None = None,
+    ) -> None:
+        """Take the next step.
+
+        Args:
+            products: E, what all rows of the step add up to: sum e (x) x for a weight, sum e for a
+                bias, float64. Their gradient is -scale E.
+            of_parts: Likewise of each part's rows; None where it has none.
+            watch: Called with the step's number and transition, unless nothing moved.
+        """
+        row = self._rows[self._step]
+        self._step += 1
+        if not row.took_part:
+            return
+
+        def gradient(own: torch.Tensor | None) -> torch.Tensor | None:
+            return None if own is None else own * -row.scale
+
+        whole = products * -row.scale
+        parts: list[tuple[Part, torch.Tensor | None]] = [(self.initial, None)]
+        parts += [
+            (part, whole if own is products else gradient(own))
+            for part, own in zip(self.parts, of_parts, strict=True)
+        ]
+        transition = self._trajectory.step(row.settings, row.first, whole, parts)
+        if watch is not None:
+            watch(self._step - 1, transition)
+
+    def buffers(self) -> Mapping[str, torch.Tensor]:
+        """The whole's preconditioner as it is now."""
+        return self._trajectory.whole
+
+
+class LayerRun:
+    """A layer's weight and bias, followed together.
+
+    Args:
+        family: The optimizer's.
+        weight: The weight's ledger, from step 0.
+        bias: The bias's; None for a layer without.
+        state: Of both, by "weight" and "bias": "weight" (the parameter) and buffers of each.
+        start: After how many steps that was.
+        parts: How many parts gather rows.
+    """
+
+    def __init__(
+        self,
+        family: Family,
+        weight: Sequence[Row],
+        bias: Sequence[Row] | None,
+        state: Mapping[str, Mapping[str, torch.Tensor]],
+        start: int,
+        parts: int,
+    ) -> None:
+        self._weight = ParameterRun(family, weight, state["weight"], start, parts)
+        self._bias = None
+        if bias is not None:
+            self._bias = ParameterRun(family, bias, state["bias"], start, parts)
+
+    def take(
+        self,
+        step: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        parts: Sequence[slice | torch.Tensor | None],
+    ) -> None:
+        """Take a step with all of its rows.
+
+        Args:
+            step: Its number, larger than any before.
+            keys: float32 [n, d_in].
+            values: float32 [n, d_out].
+            parts: Which of the rows each part has, as an index into them; None for none.
+        """
+        self.advance(step)
+        whole = products(keys, values)
+        own = [
+            None if p is None else whole if _is_all(p, len(keys)) else products(keys[p], values[p])
+            for p in parts
+        ]
+        self._weight.take(whole, own)
+        if self._bias is not None:
+            total = values.sum(0, dtype=torch.float64)
+            sums = [None if p is None else values[p].sum(0, dtype=torch.float64) for p in parts]
+            self._bias.take(total, sums)
+
+    def advance(self, step: int) -> None:
+        """Take all steps before this one, in which no rows came."""
+        self._weight.advance(step)
+        if self._bias is not None:
+            self._bias.advance(step)
+
+    def initial(self) -> Affine:
+        """What the state at the start became."""
+        return Affine(
+            self._weight.initial.weight, None if self._bias is None else self._bias.initial.weight
+        )
+
+    def part(self, number: int) -> Affine:
+        """What a part's rows became."""
+        bias = None if self._bias is None else self._bias.parts[number].weight
+        return Affine(self._weight.parts[number].weight, bias)
+
+
+def products(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """sum e (x) x over rows: float32 products as training's, added up in float64.
+
+    Rounded to float32 as a gradient is: a sum that is too small for it is zero there too.
+
+    Args:
+        keys: float32 [n, d_in].
+        values: float32 [n, d_out].
+
+    Returns:
+        float64 [d_out, d_in].
+    """
+    first = (values[:PRODUCT_ROWS].T @ keys[:PRODUCT_ROWS]).double()
+    for start in range(PRODUCT_ROWS, len(keys), PRODUCT_ROWS):
+        rows = slice(start, start + PRODUCT_ROWS)
+        first += values[rows].T @ keys[rows]
+    return first if len(keys) <= PRODUCT_ROWS else first.float().double()
+
+
+def _is_all(part: slice | torch.Tensor, rows: int) -> bool:
+    return isinstance(part, slice) and part.indices(rows) == (0, rows, 1)
+
+
+def layer_state(
+    state: Mapping[str, Any], family: Family, weight: str, bias: str | None
+) -> dict[str, dict[str, torch.Tensor]]:
+    """A stored state as `LayerRun` takes it.
+
+    Args:
+        state: Tensors or arrays by name: parameters, and "<buffer>:<parameter>".
+        family: Whose buffers.
+        weight, bias: Names of the parameters.
+    """
+
+    def own(parameter: str) -> dict[str, torch.Tensor]:
+        found = {"weight": _tensor(state[parameter])}
+        for buffer in family.buffers:
+            if f"{buffer}:{parameter}" in state:
+                found[buffer] = _tensor(state[f"{buffer}:{parameter}"])
+        return found
+
+    return {"weight": own(weight), **({} if bias is None else {"bias": own(bias)})}
+
+
+def _tensor(value: Any) -> torch.Tensor:
+    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
