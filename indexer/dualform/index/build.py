@@ -33,10 +33,11 @@ from dualform.index.background import BackgroundWorker
 from dualform.index.equal_keys import MOST_KEYS, EqualKeysWriter, digests
 from dualform.index.key_summary import KeySummary
 from dualform.index.row_spaces import Space, row_spaces
-from dualform.index.row_sum import RowSum
+from dualform.index.row_sum import FollowedSum, RowSum
 from dualform.index.shards import ShardFile, ShardWriter
 from dualform.index.sketch import MIN_D_IN, SAMPLE_ROWS, leading_directions, sketch
 from dualform.index.workspace import workspace
+from dualform.optimizers import Unknown
 from dualform.store.errors import NoSpaceError
 from dualform.store.files import FileEntry, digest, sync_directory, write_atomic
 from dualform.store.grouping import group
@@ -149,7 +150,7 @@ class _Build:
         self._progress = progress
         self._spaces = row_spaces(source)
         self._directions: dict[str, np.ndarray | None] = {}
-        self._row_sums: dict[str, RowSum] = {}
+        self._row_sums: dict[str, RowSum | FollowedSum] = {}
         self._equal_keys: dict[str, EqualKeysWriter] = {}
         self._done = 0
         self.nbytes = sum(
@@ -321,19 +322,22 @@ class _Build:
             rows += len(sample[-1])
         return leading_directions(sample) if sample else None
 
-    def _start_row_sums(self) -> dict[str, RowSum]:
-        """Of the layers whose trained output is exact."""
-        if not self._values:
-            return {}
+    def _start_row_sums(self) -> dict[str, RowSum | FollowedSum]:
+        """Of every layer whose optimizer is of a known family; marks are the remainder's matter."""
         ledger, steps = self._source.ledger(), self._source.steps
+        if not self._values or ledger.family.name == Unknown.name:
+            return {}
+        layers = self._source.manifest.layers
+        if not ledger.family.scalar:
+            initial = self._source.initial()
+            return {name: FollowedSum(layer, ledger, initial) for name, layer in layers.items()}
         return {
             name: RowSum(
                 layer,
                 ledger.coefficients(layer.weight, steps),
                 None if layer.bias is None else ledger.coefficients(layer.bias, steps),
             )
-            for name, layer in self._source.manifest.layers.items()
-            if not self._source.marks.get(name)
+            for name, layer in layers.items()
         }
 
     def _start_equal_keys(self) -> dict[str, EqualKeysWriter]:
@@ -425,9 +429,9 @@ class _Build:
         return written
 
     def _write_state(self, spec: LayerSpec, which: str, state: dict[str, np.ndarray]) -> FileEntry:
-        """The layer's weight, bias and momentum buffers, by the names the recording uses."""
+        """The layer's weight, bias and optimizer buffers, by the names the recording uses."""
         parameters = [spec.weight] + ([] if spec.bias is None else [spec.bias])
-        names = [n for p in parameters for n in (p, f"momentum:{p}") if n in state]
+        names = [n for n in state if n in parameters or n.partition(":")[2] in parameters]
         data = save_safetensors({n: np.ascontiguousarray(state[n]) for n in names})
         name = f"{layer_directory(spec.name)}/{which}.safetensors"
         entry = write_atomic(self._directory / name, data)

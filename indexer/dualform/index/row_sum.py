@@ -8,13 +8,76 @@ cancel, so that what one long float32 sum loses is large beside the result.
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Mapping
 
-from dualform.store.ledger import Coefficients
+import numpy as np
+import torch
+
+from dualform.optimizers import LayerRun, layer_state
+from dualform.store.index import INITIAL
+from dualform.store.ledger import Coefficients, Ledger
 from dualform.store.recording import LayerSpec
 
 TILE_ROWS = 128
 """Rows of one float32 product; fewer passes wait for one another."""
+
+
+class FollowedSum:
+    """What a layer's rows add up to where they have no coefficients: they are followed.
+
+    Args:
+        layer: Whose rows.
+        ledger: What the optimizer did.
+        initial: The state before the first step.
+    """
+
+    def __init__(self, layer: LayerSpec, ledger: Ledger, initial: Mapping[str, np.ndarray]) -> None:
+        self._layer = layer
+        self._steps = ledger.steps
+        self._run = LayerRun(
+            ledger.family,
+            ledger.parameters[layer.weight],
+            None if layer.bias is None else ledger.parameters[layer.bias],
+            layer_state(initial, ledger.family, layer.weight, layer.bias),
+            0,
+            1,
+        )
+        self._step = -1
+        self._waiting: list[tuple[np.ndarray, np.ndarray]] = []
+
+    def add(self, step: int, keys: np.ndarray, values: np.ndarray) -> None:
+        """Take rows in the order of their steps.
+
+        Args:
+            step: Their number.
+            keys: float32 [n, d_in]; kept until the step is complete.
+            values: float32 [n, d_out].
+        """
+        if step != self._step:
+            self._take()
+            self._step = step
+        self._waiting.append((keys, values.copy()))
+
+    def result(self) -> dict[str, np.ndarray] | None:
+        """The sums and the initial part, float64; None where one is not finite."""
+        self._take()
+        self._run.advance(self._steps)
+        found: dict[str, np.ndarray] = {}
+        for prefix, own in (("", self._run.part(0)), (INITIAL, self._run.initial())):
+            found[prefix + self._layer.weight] = own.weight.numpy()
+            if self._layer.bias is not None and own.bias is not None:
+                found[prefix + self._layer.bias] = own.bias.numpy()
+        return found if all(np.isfinite(own).all() for own in found.values()) else None
+
+    def _take(self) -> None:
+        if not self._waiting:
+            return
+        keys, values = (
+            torch.from_numpy(np.concatenate(p)) for p in zip(*self._waiting, strict=True)
+        )
+        self._waiting.clear()
+        with torch.no_grad():
+            self._run.take(self._step, keys, values, [slice(None)])
 
 
 class RowSum:

@@ -6,6 +6,7 @@ from dualform.optimizers.adagrad import Adagrad, AdagradSettings
 from dualform.optimizers.adam import Adam, AdamSettings
 from dualform.optimizers.adamax import Adamax, AdamaxSettings
 from dualform.optimizers.family import STILL, Factor, Family, Transition, moved
+from dualform.optimizers.layer_run import Affine, LayerRun, ParameterRun, layer_state, products
 from dualform.optimizers.nadam import NAdam, NAdamSettings
 from dualform.optimizers.radam import RAdam, RAdamSettings
 from dualform.optimizers.registry import FAMILIES, Found, family_of
@@ -29,11 +30,14 @@ __all__ = [
     "AdamSettings",
     "Adamax",
     "AdamaxSettings",
+    "Affine",
     "Factor",
     "Family",
     "Found",
+    "LayerRun",
     "NAdam",
     "NAdamSettings",
+    "ParameterRun",
     "Part",
     "RAdam",
     "RAdamSettings",
@@ -48,5 +52,7 @@ __all__ = [
     "UnknownSettings",
     "adjoint",
     "family_of",
+    "layer_state",
     "moved",
+    "products",
 ]

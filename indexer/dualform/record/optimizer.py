@@ -37,7 +37,7 @@ class OptimizerView:
     @property
     def exact(self) -> bool:
         """Whether a family knows how the optimizer moves weights."""
-        return self.why_not is None and self.family.scalar
+        return self.why_not is None
 
     def holds(self, parameter: torch.Tensor) -> bool:
         """Whether the optimizer updates this parameter; see `refresh`."""

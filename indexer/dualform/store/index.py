@@ -32,6 +32,9 @@ VERSION = 1
 MANIFEST = "manifest.json"
 REBUILD = "rebuild the index with `dualform index build`"
 
+INITIAL = "initial:"
+"""In a rebuilt file: what the initial state became, by "initial:<parameter>"."""
+
 FAISS_HEADER_BYTES = 45
 NPY_HEADER_BYTES = 128
 
@@ -85,8 +88,10 @@ class IndexLayer:
         directions: .npy file, float32 [m, d_in], the P of its sketches, or None without any.
         states: After so many steps, ascending: weight, bias and momentum buffers, as in `initial`.
         rebuilt: Safetensors file, float64 by parameter: what all rows add up to with the trained
-            layer's coefficients, sum c_t e_t (x) x_t and, for the bias, sum c'_t e_t. None where
-            the layer has a mark or no values, or where that is not finite.
+            layer's coefficients, sum c_t e_t (x) x_t and, for the bias, sum c'_t e_t. Where rows
+            have no coefficients (Adam and its kin) what they became by being followed, and under
+            "initial:<parameter>" what the initial state became. None where the optimizer is of no
+            known family, without values, or where that is not finite.
         equal_keys: None where keys come again too seldom, or where nobody looked.
     """
 

@@ -27,6 +27,7 @@ from dualform.engine.memory.states import States
 from dualform.engine.plan.planner import Planner
 from dualform.engine.rows.rows import Rows
 from dualform.engine.totals.coefficients import LayerCoefficients, layer_coefficients
+from dualform.engine.totals.metric import UnitMetrics
 from dualform.engine.totals.outputs import DualOutputs
 from dualform.engine.totals.streams import CHUNK_BYTES, weights_in_row_order
 from dualform.questions import (
@@ -72,7 +73,8 @@ class Index(Keywords):
         }
         self._states = States(path)
         outputs = DualOutputs(self._ledger, self._states, device)
-        self._opened = Opened(self._ledger, outputs, Planner(), device, use_faiss)
+        metrics = UnitMetrics(self._ledger, self._states)
+        self._opened = Opened(self._ledger, outputs, metrics, Planner(), device, use_faiss)
         self._examples = Examples(path, self._manifest.examples)
         self._closed = threading.Event()
 

@@ -12,6 +12,7 @@ import torch
 from dualform.engine.errors import FailedPreconditionError, InvalidArgumentError
 from dualform.engine.memory.layer import Layer
 from dualform.engine.plan.planner import Planner
+from dualform.engine.totals.metric import UnitMetrics
 from dualform.engine.totals.outputs import DualOutputs
 from dualform.questions import QuestionError
 from dualform.store.ledger import Ledger
@@ -24,6 +25,7 @@ class Opened:
     Attributes:
         ledger: What the optimizer did.
         outputs: Gives dual outputs.
+        metrics: Gives output units' metrics, where rows have no coefficients.
         planner: Chooses strategies, and remembers how they went.
         device: Where tiles are multiplied.
         use_faiss: Whether FAISS may propose rows.
@@ -31,6 +33,7 @@ class Opened:
 
     ledger: Ledger
     outputs: DualOutputs
+    metrics: UnitMetrics
     planner: Planner
     device: torch.device
     use_faiss: bool
@@ -57,7 +60,11 @@ def query_tensor(layer: Layer, queries: np.ndarray) -> torch.Tensor:
 
 
 def last_step(layer: Layer, ledger: Ledger, at_step: int | None) -> int:
-    """The number of steps that an output is about, once the layer is exact up to there."""
+    """The number of steps that an output is about, once the layer is exact up to there.
+
+    Of the trained layer what no row explains is known, and decides whether an answer is given; of
+    earlier steps only the recorder's marks tell.
+    """
     steps = ledger.steps
     end = steps if at_step is None else at_step
     if not 0 <= end <= steps:
@@ -72,6 +79,8 @@ def last_step(layer: Layer, ledger: Ledger, at_step: int | None) -> int:
             field="layer",
             reason="NO_VALUES",
         )
+    if at_step is None and layer.manifest.rebuilt is not None and layer.manifest.final is not None:
+        return end
     for mark in layer.manifest.inexact:
         if mark.from_step < end:
             raise FailedPreconditionError(

@@ -9,9 +9,11 @@ from dualform.engine.api.results import Coverage, TopK
 from dualform.engine.errors import InvalidArgumentError
 from dualform.engine.memory.layer import Layer
 from dualform.engine.memory.shards import Stop
+from dualform.engine.plan.plan import Plan, check_strategy
 from dualform.engine.topk import scan
 from dualform.engine.topk.contribution import Contribution
 from dualform.engine.topk.distinct import counts as distinct_counts
+from dualform.engine.topk.followed import best_by_metric
 from dualform.engine.topk.ranking import Ranking
 from dualform.engine.totals.coefficients import layer_coefficients
 from dualform.questions import TopKQuestion
@@ -37,15 +39,25 @@ def top_k(opened: Opened, layer: Layer, question: TopKQuestion, stop: Stop | Non
         "scan": None,
     }
     coverage = Coverage.of(layer, selected)
-    about = (layer, ranking.order, ranking.hits, len(queries))
-    plan = opened.planner.top_k(*about, coverage.rows, refused, question.strategy)
-    search = scan.Scan(
-        layer, queries, ranking, opened.device, plan.strategy, refused["flat"] is None, stop
-    )
-    begin = time.perf_counter()
-    hits = search.run(selected & layer.finite)
-    kept = search.kept / search.asked if search.asked else None
-    opened.planner.learn(*about, plan, kept, time.perf_counter() - begin)
+    contribution = ranking.contribution
+    if contribution is not None and contribution.coefficients is None and end is not None:
+        why = "each step has its own metric, so every row is scored"
+        check_strategy(question.strategy, {"certified": why, "flat": why, "scan": None})
+        plan = Plan("scan", why, {})
+        metric = opened.metrics.find(layer, contribution.unit, end, stop)
+        hits = best_by_metric(
+            layer, queries, ranking, metric, contribution.unit, selected & layer.finite, stop
+        )
+    else:
+        about = (layer, ranking.order, ranking.hits, len(queries))
+        plan = opened.planner.top_k(*about, coverage.rows, refused, question.strategy)
+        search = scan.Scan(
+            layer, queries, ranking, opened.device, plan.strategy, refused["flat"] is None, stop
+        )
+        begin = time.perf_counter()
+        hits = search.run(selected & layer.finite)
+        kept = search.kept / search.asked if search.asked else None
+        opened.planner.learn(*about, plan, kept, time.perf_counter() - begin)
     grouping, distinct = ranking.grouping, ranking.distinct
     assert not isinstance(grouping, str)
     assert not isinstance(distinct, str)
@@ -76,7 +88,10 @@ def _ranking(opened: Opened, layer: Layer, question: TopKQuestion) -> tuple[Rank
                 field="unit",
             )
         end = last_step(layer, opened.ledger, question.at_step)
-        contribution = Contribution(layer_coefficients(opened.ledger, layer.manifest, end), unit)
+        coefficients = None
+        if opened.ledger.family.scalar:
+            coefficients = layer_coefficients(opened.ledger, layer.manifest, end)
+        contribution = Contribution(coefficients, unit)
     grouping = distinct = None
     if question.group_by is not None:
         grouping = layer.space.grouping(question.group_by)

@@ -17,11 +17,12 @@ class Contribution:
     """Contributions to one output unit, after the steps that the coefficients are for.
 
     Attributes:
-        coefficients: Of the layer's weight and bias.
+        coefficients: Of the layer's weight and bias; None where rows have none, and each step its
+            own metric (`topk.followed`).
         unit: The output unit.
     """
 
-    coefficients: LayerCoefficients
+    coefficients: LayerCoefficients | None
     unit: int
 
     def at(self, layer: Layer, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -61,5 +62,6 @@ class Contribution:
     def _factors(
         self, steps: np.ndarray, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self.coefficients is not None
         of_weight, of_bias = row_coefficients(self.coefficients, steps, device)
         return of_weight, torch.zeros_like(of_weight) if of_bias is None else of_bias

@@ -9,12 +9,12 @@ Everything else is a scan.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from dualform.engine.memory.fold import Reducer
+from dualform.engine.memory.fold import Reducer, fold
 from dualform.engine.memory.layer import Layer
 from dualform.engine.memory.shards import Stop
 from dualform.engine.memory.states import States
@@ -24,12 +24,15 @@ from dualform.engine.totals.coefficients import (
     LayerCoefficients,
     initial_part,
     layer_coefficients,
+    left_behind,
     plain_output,
 )
+from dualform.engine.totals.followed import FollowedParts, affine, outputs_of
 from dualform.engine.totals.row_parts import rows_part
+from dualform.optimizers import Affine
 from dualform.store.files import FileEntry
 from dualform.store.grouping import Grouping
-from dualform.store.index import IndexLayer
+from dualform.store.index import INITIAL, IndexLayer
 from dualform.store.ledger import Ledger
 
 
@@ -114,6 +117,8 @@ class DualOutputs:
         self._states = states
         self._device = device
         self._left: dict[str, LayerCoefficients] = {}
+        self._followed = FollowedParts(ledger)
+        self._remainders: dict[str, Affine | None] = {}
 
     def answer(
         self,
@@ -134,6 +139,87 @@ class DualOutputs:
         Raises:
             DamagedError: A file that is needed does not hold what was written.
         """
+        if not self._ledger.family.scalar:
+            parts = self._by_following(layer, question, stop)
+            if also:
+                fold(layer, question.queries, question.selected, also, self._device, stop)
+        else:
+            parts = self._by_coefficients(layer, question, stop, also)
+        if parts.residual is not None or question.at_step is not None:
+            return parts
+        return replace(parts, residual=self.remainder(layer.manifest, question.queries))
+
+    def remainder(self, layer: IndexLayer, queries: torch.Tensor) -> np.ndarray | None:
+        """What neither the initial part nor any row explains of the trained layer's outputs.
+
+        Args:
+            layer: Which.
+            queries: float32 [n, d_in].
+
+        Returns:
+            float64 [n, d_out]; None where the index does not know the trained weights, or what all
+            rows add up to.
+        """
+        if layer.name not in self._remainders:
+            self._remainders[layer.name] = self._remainder_of(layer)
+        own = self._remainders[layer.name]
+        return None if own is None else outputs_of(own, queries)
+
+    def _remainder_of(self, layer: IndexLayer) -> Affine | None:
+        """The trained weight and bias less the initial part and all rows: the same, as weights."""
+        if layer.rebuilt is None or layer.final is None:
+            return None
+        rebuilt, final = self._states.read(layer.rebuilt), self._states.read(layer.final)
+        trained, rows = affine(final, layer), affine(rebuilt, layer)
+        if self._ledger.family.scalar:
+            first, own = self._states.read(layer.initial), self._trained_without_rows(layer)
+            arrays = {name: tensor.numpy() for name, tensor in first.items()}
+            of_bias = None
+            if layer.bias is not None and own.bias is not None:
+                of_bias = torch.from_numpy(left_behind(arrays, layer.bias, own.bias))
+            of_weight = torch.from_numpy(left_behind(arrays, layer.weight, own.weight))
+            initial = Affine(of_weight, of_bias)
+        else:
+            initial = affine(rebuilt, layer, INITIAL)
+        bias = None
+        if trained.bias is not None and rows.bias is not None and initial.bias is not None:
+            bias = trained.bias - rows.bias - initial.bias
+        return Affine(trained.weight - rows.weight - initial.weight, bias)
+
+    def _by_following(self, layer: Layer, question: PreparedOutput, stop: Stop | None) -> Parts:
+        """By the parts of the layer's weights, each followed through training."""
+        own, grouping, queries = layer.manifest, question.grouping, question.queries
+        trained = self._trained(own, question)
+        rebuilt = self._rebuilt(own, question)
+        if rebuilt is not None:
+            state = self._states.read(rebuilt)
+            initial = outputs_of(affine(state, own, INITIAL), queries)
+            return Parts(initial + outputs_of(affine(state, own), queries), initial, trained, None)
+        first = self._states.read(own.initial)
+        found = self._followed.find(
+            layer, first, 0, question.end, question.selected, grouping, stop
+        )
+        initial = outputs_of(found.initial, queries)
+        rows = np.stack([outputs_of(part, queries) for part in found.parts], axis=1)
+        values = rows[:, 0] + initial if grouping is None else rows
+        residual = None
+        if question.at_step is not None and not question.filtered:
+            start, entry = _latest_state(own, question.at_step)
+            if start > 0:
+                # The trained weights of that time, moved on by the rows since: what they differ by
+                # from all that is explained since the first step is the remainder.
+                since = self._followed.find(
+                    layer, self._states.read(entry), start, question.end, question.selected, None,
+                    stop,
+                )  # fmt: skip
+                whole = outputs_of(since.initial, queries) + outputs_of(since.parts[0], queries)
+                residual = whole - initial - rows.sum(axis=1)
+        return Parts(values, initial, trained, residual)
+
+    def _by_coefficients(
+        self, layer: Layer, question: PreparedOutput, stop: Stop | None, also: Sequence[Reducer]
+    ) -> Parts:
+        """By the one coefficient that each step has."""
         own, grouping = layer.manifest, question.grouping
         rebuilt = self._rebuilt(own, question)
         first = self._states.read(own.initial)

@@ -1,0 +1,166 @@
+"""The parts of a layer's weights where a row has no single coefficient: Adam and its kin.
+
+The layer is followed through its training, each part of the rows with its own gradient under the
+whole run's preconditioner (`dualform.optimizers`, docs/dual-form.md). One pass over the steps
+answers every query of a filter or grouping: its parts are kept, up to some bytes, for the next.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from dualform.engine.memory.layer import Layer
+from dualform.engine.memory.shards import Stop
+from dualform.engine.memory.states import State, product
+from dualform.engine.totals.steps import steps_in_order
+from dualform.optimizers import Affine, LayerRun, layer_state
+from dualform.store.grouping import Grouping
+from dualform.store.index import IndexLayer
+from dualform.store.ledger import Ledger
+
+KEPT_BYTES = 256 << 20
+"""Parts of so many bytes are kept for questions that come again."""
+
+
+@dataclass(frozen=True)
+class Followed:
+    """A layer's weights after some step, in parts.
+
+    Attributes:
+        initial: What the state at the start became.
+        parts: What each part's rows became.
+    """
+
+    initial: Affine
+    parts: tuple[Affine, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it holds."""
+        return self.initial.nbytes + sum(part.nbytes for part in self.parts)
+
+
+def follow(
+    layer: Layer,
+    ledger: Ledger,
+    state: State,
+    start: int,
+    end: int,
+    codes: np.ndarray,
+    parts: int,
+    stop: Stop | None,
+) -> Followed:
+    """Follow a layer from a state to a step.
+
+    Args:
+        layer: Whose rows.
+        ledger: What the optimizer did.
+        state: The layer's, after `start` steps.
+        start, end: Half-open range of the steps to take.
+        codes: Integer [total], by position: the part of each row, -1 for none of them. Every row
+            counts for the preconditioner.
+        parts: How many parts there are.
+        stop: Asked at every step.
+    """
+    own = layer.manifest
+    run = LayerRun(
+        ledger.family,
+        ledger.parameters[own.weight],
+        None if own.bias is None else ledger.parameters[own.bias],
+        layer_state(state, ledger.family, own.weight, own.bias),
+        start,
+        parts,
+    )
+    for rows in steps_in_order(layer, start, end, stop):
+        run.take(rows.step, rows.keys, rows.values, _which(codes[rows.positions], parts))
+    run.advance(end)
+    return Followed(run.initial(), tuple(run.part(number) for number in range(parts)))
+
+
+def _which(codes: np.ndarray, parts: int) -> list[slice | torch.Tensor | None]:
+    """For each part, which of a step's rows it has."""
+    found: list[slice | torch.Tensor | None] = [None] * parts
+    for code in np.unique(codes).tolist():
+        if code >= 0:
+            rows = np.flatnonzero(codes == code)
+            found[code] = slice(None) if len(rows) == len(codes) else torch.from_numpy(rows)
+    return found
+
+
+def part_codes(selected: np.ndarray, grouping: Grouping | None) -> tuple[np.ndarray, int]:
+    """The part of each row, and how many parts there are.
+
+    Args:
+        selected: bool [total], by position.
+        grouping: Groups to keep apart, or None for a single part.
+    """
+    if grouping is None:
+        return np.where(selected, np.int32(0), np.int32(-1)), 1
+    return np.where(selected, grouping.codes, np.int32(-1)), len(grouping.values)
+
+
+def affine(state: Mapping[str, torch.Tensor], layer: IndexLayer, prefix: str = "") -> Affine:
+    """A stored weight and bias, under names with a prefix, as a part."""
+    bias = None if layer.bias is None else state[prefix + layer.bias].double()
+    return Affine(state[prefix + layer.weight].double(), bias)
+
+
+def outputs_of(part: Affine, queries: torch.Tensor) -> np.ndarray:
+    """What a part adds to outputs: float64 [n, d_out].
+
+    Args:
+        part: Its weight and bias.
+        queries: float32 [n, d_in].
+    """
+    out = product(queries.double(), part.weight)
+    return np.asarray((out if part.bias is None else out + part.bias).numpy())
+
+
+class FollowedParts:
+    """The parts that questions asked for, made once; thread-safe.
+
+    Args:
+        ledger: What the optimizer did.
+        most_bytes: How much is kept; the oldest goes first.
+    """
+
+    def __init__(self, ledger: Ledger, most_bytes: int = KEPT_BYTES) -> None:
+        self._ledger = ledger
+        self._most_bytes = most_bytes
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[tuple[object, ...], Followed] = OrderedDict()
+
+    def find(
+        self,
+        layer: Layer,
+        state: State,
+        start: int,
+        end: int,
+        selected: np.ndarray,
+        grouping: Grouping | None,
+        stop: Stop | None,
+    ) -> Followed:
+        """The parts of some rows; arguments as for `follow` and `part_codes`."""
+        codes, parts = part_codes(selected, grouping)
+        key = (layer.name, start, end, parts, _digest(codes))
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key]
+        found = follow(layer, self._ledger, state, start, end, codes, parts, stop)
+        with self._lock:
+            self._kept[key] = found
+            while sum(own.nbytes for own in self._kept.values()) > self._most_bytes:
+                self._kept.popitem(last=False)
+        return found
+
+
+def _digest(codes: np.ndarray) -> bytes:
+    return hashlib.blake2b(codes.tobytes(), digest_size=16).digest()
