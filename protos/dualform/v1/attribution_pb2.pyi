@@ -294,7 +294,7 @@ class PlanCost(_message.Message):
     def __init__(self, strategy: _Optional[_Union[Strategy, str]] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class TopKRequest(_message.Message):
-    __slots__ = ("index", "layer", "queries", "k", "where", "group_by", "order", "rank_by", "unit", "at_step", "distinct", "strategy", "explain_plan")
+    __slots__ = ("index", "layer", "queries", "k", "where", "group_by", "order", "rank_by", "unit", "at_step", "distinct", "strategy", "explain_plan", "max_residual")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     LAYER_FIELD_NUMBER: _ClassVar[int]
     QUERIES_FIELD_NUMBER: _ClassVar[int]
@@ -308,6 +308,7 @@ class TopKRequest(_message.Message):
     DISTINCT_FIELD_NUMBER: _ClassVar[int]
     STRATEGY_FIELD_NUMBER: _ClassVar[int]
     EXPLAIN_PLAN_FIELD_NUMBER: _ClassVar[int]
+    MAX_RESIDUAL_FIELD_NUMBER: _ClassVar[int]
     index: str
     layer: str
     queries: Tensor
@@ -321,7 +322,8 @@ class TopKRequest(_message.Message):
     distinct: str
     strategy: Strategy
     explain_plan: bool
-    def __init__(self, index: _Optional[str] = ..., layer: _Optional[str] = ..., queries: _Optional[_Union[Tensor, _Mapping]] = ..., k: _Optional[int] = ..., where: _Optional[_Union[Filter, _Mapping]] = ..., group_by: _Optional[str] = ..., order: _Optional[_Union[Order, str]] = ..., rank_by: _Optional[_Union[RankBy, str]] = ..., unit: _Optional[int] = ..., at_step: _Optional[int] = ..., distinct: _Optional[str] = ..., strategy: _Optional[_Union[Strategy, str]] = ..., explain_plan: bool = ...) -> None: ...
+    max_residual: float
+    def __init__(self, index: _Optional[str] = ..., layer: _Optional[str] = ..., queries: _Optional[_Union[Tensor, _Mapping]] = ..., k: _Optional[int] = ..., where: _Optional[_Union[Filter, _Mapping]] = ..., group_by: _Optional[str] = ..., order: _Optional[_Union[Order, str]] = ..., rank_by: _Optional[_Union[RankBy, str]] = ..., unit: _Optional[int] = ..., at_step: _Optional[int] = ..., distinct: _Optional[str] = ..., strategy: _Optional[_Union[Strategy, str]] = ..., explain_plan: bool = ..., max_residual: _Optional[float] = ...) -> None: ...
 
 class TopKResponse(_message.Message):
     __slots__ = ("rows", "scores", "columns", "groups", "coverage", "counts", "plan")
@@ -378,7 +380,7 @@ class SumsResponse(_message.Message):
     def __init__(self, groups: _Optional[_Union[Column, _Mapping]] = ..., values: _Optional[_Union[Tensor, _Mapping]] = ..., counts: _Optional[_Union[Tensor, _Mapping]] = ..., coverage: _Optional[_Union[Coverage, _Mapping]] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ...) -> None: ...
 
 class DualOutputRequest(_message.Message):
-    __slots__ = ("index", "layer", "queries", "where", "at_step", "group_by", "strategy", "explain_plan")
+    __slots__ = ("index", "layer", "queries", "where", "at_step", "group_by", "strategy", "explain_plan", "max_residual")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     LAYER_FIELD_NUMBER: _ClassVar[int]
     QUERIES_FIELD_NUMBER: _ClassVar[int]
@@ -387,6 +389,7 @@ class DualOutputRequest(_message.Message):
     GROUP_BY_FIELD_NUMBER: _ClassVar[int]
     STRATEGY_FIELD_NUMBER: _ClassVar[int]
     EXPLAIN_PLAN_FIELD_NUMBER: _ClassVar[int]
+    MAX_RESIDUAL_FIELD_NUMBER: _ClassVar[int]
     index: str
     layer: str
     queries: Tensor
@@ -395,7 +398,8 @@ class DualOutputRequest(_message.Message):
     group_by: str
     strategy: Strategy
     explain_plan: bool
-    def __init__(self, index: _Optional[str] = ..., layer: _Optional[str] = ..., queries: _Optional[_Union[Tensor, _Mapping]] = ..., where: _Optional[_Union[Filter, _Mapping]] = ..., at_step: _Optional[int] = ..., group_by: _Optional[str] = ..., strategy: _Optional[_Union[Strategy, str]] = ..., explain_plan: bool = ...) -> None: ...
+    max_residual: float
+    def __init__(self, index: _Optional[str] = ..., layer: _Optional[str] = ..., queries: _Optional[_Union[Tensor, _Mapping]] = ..., where: _Optional[_Union[Filter, _Mapping]] = ..., at_step: _Optional[int] = ..., group_by: _Optional[str] = ..., strategy: _Optional[_Union[Strategy, str]] = ..., explain_plan: bool = ..., max_residual: _Optional[float] = ...) -> None: ...
 
 class DualOutputResponse(_message.Message):
     __slots__ = ("values", "initial", "trained", "groups", "counts", "coverage", "residual", "plan")

@@ -7,6 +7,7 @@ go between them and the wire. Needs NumPy and protobuf alone.
 from dualform.questions.errors import QuestionError
 from dualform.questions.question import Question
 from dualform.questions.questions import (
+    MAX_RESIDUAL,
     ExamplesQuestion,
     ExplainQuestion,
     IndexesQuestion,
@@ -20,6 +21,7 @@ from dualform.questions.questions import (
 from dualform.questions.wire import message_of, question_of, tensor_of
 
 __all__ = [
+    "MAX_RESIDUAL",
     "ExamplesQuestion",
     "ExplainQuestion",
     "IndexQuestion",

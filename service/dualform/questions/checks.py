@@ -88,6 +88,21 @@ def flag(value: object, field: str) -> bool:
     return bool(value)
 
 
+def real(value: object, field: str) -> float:
+    """A number; NaN is none."""
+    try:
+        if isinstance(value, (bool, np.bool_, str)):
+            raise TypeError
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        raise QuestionError(
+            f"{field}={value!r} is of type {type(value).__name__}; a float is needed", field=field
+        ) from None
+    if np.isnan(number):
+        raise QuestionError(f"{field} is NaN; a number is needed", field=field)
+    return number
+
+
 def choice(value: object, field: str, choices: Mapping[str, int]) -> str:
     """One of some words."""
     if not isinstance(value, str) or value not in choices:

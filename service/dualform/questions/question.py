@@ -74,6 +74,7 @@ _CHECKS: dict[str, Callable[[Any, str], Any]] = {
     "layers": lambda value, _: checks.layers(value),
     "values": checks.ids,
     "numbers": checks.edges,
+    "real": checks.real,
     "number": checks.int64,
     "flag": checks.flag,
     "text": checks.name,
@@ -106,7 +107,7 @@ def _fields(kind: type[Question]) -> Iterable[Field]:
         elif sent.enum_type is not None:
             what = "choice"
         elif sent.type == sent.TYPE_DOUBLE:
-            what = "numbers"
+            what = "real" if sent.has_presence else "numbers"
         else:
             what = {sent.TYPE_STRING: "text", sent.TYPE_BOOL: "flag"}.get(sent.type, "number")
         hint, choices = hints[field.name], {}

@@ -23,6 +23,9 @@ SumsStrategy = Literal["auto", "key_sums", "distinct_keys", "scan"]
 OutputStrategy = Literal["auto", "rebuilt", "scan"]
 Queries: TypeAlias = npt.NDArray[np.float32]
 
+MAX_RESIDUAL = 1e-4
+"""Of an output, how much no row may explain unless a question says otherwise."""
+
 
 @dataclass(frozen=True, eq=False)
 class IndexesQuestion(Question):
@@ -60,6 +63,7 @@ class TopKQuestion(Question):
             "flat" asks FAISS, "scan" multiplies tiles. One that does not apply is refused; "auto"
             takes the cheapest that does, by estimate.
         explain_plan: Say which strategy was chosen, and why.
+        max_residual: Contributions to the trained layer: as for OutputQuestion.
         index: Its name; None where one is served.
     """
 
@@ -77,14 +81,21 @@ class TopKQuestion(Question):
     distinct: str | None = None
     strategy: TopKStrategy = "auto"
     explain_plan: bool = False
+    max_residual: float | None = None
     index: str | None = None
 
     def check(self) -> None:
         if self.k < 1:
             raise QuestionError(f"k is {self.k}; it must be an integer, at least 1", field="k")
         if self.rank_by == "contribution":
+            check_max_residual(self.max_residual)
             return
-        for name, value in (("unit", self.unit), ("at_step", self.at_step)):
+        of_contributions = (
+            ("unit", self.unit),
+            ("at_step", self.at_step),
+            ("max_residual", self.max_residual),
+        )
+        for name, value in of_contributions:
             if value is not None:
                 raise QuestionError(
                     f"{name} goes with rank_by='contribution', not with {self.rank_by!r}",
@@ -133,6 +144,8 @@ class OutputQuestion(Question):
         group_by: A metadata column: the output split by its values, the initial part beside.
         strategy: For the trained layer "scan" adds every row instead of taking what they were
             added up to ("rebuilt", refused where it does not apply).
+        max_residual: The largest part of a query's output, by Euclidean length, that no row may
+            explain for an answer to be given; None for MAX_RESIDUAL.
     """
 
     message: ClassVar[type[Any]] = pb.DualOutputRequest
@@ -144,7 +157,11 @@ class OutputQuestion(Question):
     group_by: str | None = None
     strategy: OutputStrategy = "auto"
     explain_plan: bool = False
+    max_residual: float | None = None
     index: str | None = None
+
+    def check(self) -> None:
+        check_max_residual(self.max_residual)
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,6 +235,16 @@ class ExamplesQuestion(Question):
     def check(self) -> None:
         if not self.ids:
             raise QuestionError("no ids; send at least one example id", field="ids")
+
+
+def check_max_residual(value: float | None) -> None:
+    """Refuse a negative one; infinity allows everything."""
+    if value is not None and value < 0:
+        raise QuestionError(
+            f"max_residual is {value}; it is a part of the output's length, so 0 or more: "
+            f"{MAX_RESIDUAL:g} unless given",
+            field="max_residual",
+        )
 
 
 RowsQuestion: TypeAlias = TopKQuestion | SumsQuestion | OutputQuestion

@@ -219,6 +219,23 @@ class Index(Keywords):
         """What the optimizer did, step by step."""
         return self._ledger
 
+    @own_settings()
+    def remainder(
+        self, layer: str, queries: torch.Tensor
+    ) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """What no row explains of the trained layer's outputs, and those outputs.
+
+        Args:
+            layer: The layer's name.
+            queries: float32 [n, d_in].
+
+        Returns:
+            float64 [n, d_out] both; None where the index does not know.
+        """
+        own = self.layer(layer).manifest
+        outputs = self._opened.outputs
+        return outputs.remainder(own, queries), outputs.trained(own, queries)
+
     def ledger_coefficients(self, layer: str, at_step: int) -> LayerCoefficients:
         """The coefficients of every row after so many steps."""
         return layer_coefficients(self._ledger, self.layer(layer).manifest, at_step)

@@ -76,6 +76,7 @@ class Keywords:
         at_step: int | None = None,
         distinct: str | None = None,
         strategy: TopKStrategy = "auto",
+        max_residual: float | None = None,
         stop: Stop | None = None,
     ) -> TopK:
         """See TopKQuestion."""
@@ -92,6 +93,7 @@ class Keywords:
                 at_step=at_step,
                 distinct=distinct,
                 strategy=strategy,
+                max_residual=max_residual,
             )
         return self.ask(question, stop)
 
@@ -129,12 +131,19 @@ class Keywords:
         at_step: int | None = None,
         group_by: str | None = None,
         strategy: OutputStrategy = "auto",
+        max_residual: float | None = None,
         stop: Stop | None = None,
     ) -> DualOutput:
         """See OutputQuestion."""
         with refusals():
             question = OutputQuestion(
-                layer, queries, where=where, at_step=at_step, group_by=group_by, strategy=strategy
+                layer,
+                queries,
+                where=where,
+                at_step=at_step,
+                group_by=group_by,
+                strategy=strategy,
+                max_residual=max_residual,
             )
         return self.ask(question, stop)
 

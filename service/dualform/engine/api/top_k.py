@@ -16,7 +16,7 @@ from dualform.engine.topk.distinct import counts as distinct_counts
 from dualform.engine.topk.followed import best_by_metric
 from dualform.engine.topk.ranking import Ranking
 from dualform.engine.totals.coefficients import layer_coefficients
-from dualform.questions import TopKQuestion
+from dualform.questions import MAX_RESIDUAL, TopKQuestion
 
 
 def top_k(opened: Opened, layer: Layer, question: TopKQuestion, stop: Stop | None) -> TopK:
@@ -88,6 +88,9 @@ def _ranking(opened: Opened, layer: Layer, question: TopKQuestion) -> tuple[Rank
                 field="unit",
             )
         end = last_step(layer, opened.ledger, question.at_step)
+        if question.at_step is None:
+            most = MAX_RESIDUAL if question.max_residual is None else question.max_residual
+            opened.outputs.check(layer, query_tensor(layer, question.queries), most)
         coefficients = None
         if opened.ledger.family.scalar:
             coefficients = layer_coefficients(opened.ledger, layer.manifest, end)

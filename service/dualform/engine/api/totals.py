@@ -16,7 +16,7 @@ from dualform.engine.totals import outputs
 from dualform.engine.totals import sums as totals
 from dualform.engine.totals.outputs import PreparedOutput
 from dualform.engine.totals.sums import PreparedSums
-from dualform.questions import OutputQuestion, SumsQuestion
+from dualform.questions import MAX_RESIDUAL, OutputQuestion, SumsQuestion
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,7 @@ def prepare_output(opened: Opened, layer: Layer, question: OutputQuestion) -> Pr
         selected=layer.space.select(question.where, before_step=before),
         filtered=question.where is not None,
         strategy=question.strategy,
+        max_residual=MAX_RESIDUAL if question.max_residual is None else question.max_residual,
     )
 
 

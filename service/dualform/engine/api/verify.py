@@ -16,8 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from dualform.engine.api.followed_check import check_by_following
 from dualform.engine.api.index import Index
-from dualform.engine.api.intervals import IntervalCheck
+from dualform.engine.api.intervals import BadInterval, IntervalCheck
+from dualform.engine.api.judgement import TOLERANCE, Rebuilt, judge
 from dualform.engine.context import own_settings
 from dualform.engine.errors import DataLossError
 from dualform.engine.memory.layer import Layer
@@ -25,13 +27,14 @@ from dualform.engine.memory.shards import TILE_BYTES
 from dualform.engine.memory.tiles import Tile
 from dualform.engine.totals.coefficients import LayerCoefficients, left_behind, row_coefficients
 from dualform.engine.totals.row_parts import rebuild
+from dualform.optimizers import Unknown
 from dualform.store.errors import DamagedError
 from dualform.store.files import FileEntry, check_digest
 from dualform.store.index import REBUILD, IndexLayer, IndexManifest
 from dualform.store.ledger import InexactMark
 
-TOLERANCE = 1e-4
-"""Relative error up to which weights count as rebuilt: training rounds in float32 at every step."""
+SAMPLE = 256
+"""So many of a layer's keys are asked for their outputs."""
 
 SUM_TOLERANCE = 1e-6
 """Of the sum of the terms' lengths, how far the stored sum of the rows may be off: rule 4."""
@@ -61,9 +64,12 @@ class LayerReport:
 
     Attributes:
         layer: Its name.
-        ok: The weights rebuild within TOLERANCE, or there is a reason why they need not.
+        ok: The weights rebuild within TOLERANCE, or there is a reason why they need not
+            (`judgement`).
         weight_error: |W_T' - W_T| / |W_T - W_0| in the Frobenius norm; None if not rebuilt.
         bias_error: Likewise for the bias; None without one.
+        output_error: Of the outputs for a sample of the layer's keys, the largest part, by
+            Euclidean length, that no row explains; None if not rebuilt.
         exact_steps: Steps from the start up to which the layer is exact: the largest at_step.
         inexact: The recorder's marks: from which step on the rows do not add up, and why.
         note: Why it was not rebuilt, or what is wrong; empty otherwise.
@@ -76,6 +82,7 @@ class LayerReport:
     ok: bool
     weight_error: float | None
     bias_error: float | None
+    output_error: float | None
     exact_steps: int
     inexact: tuple[InexactMark, ...]
     note: str
@@ -145,6 +152,7 @@ def verify_index(
             ok=False,
             weight_error=None,
             bias_error=None,
+            output_error=None,
             exact_steps=_exact_steps(manifest.steps, own),
             inexact=own.inexact,
             note="not rebuilt: the index is damaged",
@@ -174,67 +182,110 @@ def _verify_layer(index: Index, layer: Layer, advance: Callable[[int], None]) ->
     own = layer.manifest
     first_mark = min(own.inexact, key=lambda mark: mark.from_step, default=None)
     exact_steps = _exact_steps(index.steps, own)
-    note = ""
+    notes = []
     if first_mark is not None:
-        note = f"not exact from step {first_mark.from_step} on: {first_mark.reason}"
-    elif not own.values:
-        note = "indexed without values: weights can't be rebuilt"
-    elif own.final is None:
-        note = "the recording was cut short: there are no final weights to compare with"
-    whole = not note
-    check = IntervalCheck(index, layer, final=whole, up_to=exact_steps, tolerance=TOLERANCE)
-
-    def watch(tile: Tile) -> None:
-        check.add(tile)
-        advance(len(tile.positions))
-
-    weight_error = bias_error = None
-    faults = []
-    wanted = layer.space.steps < check.last_step
-    everything = own.values and first_mark is None
-    if everything:
-        weight_error, bias_error, off = _rebuild(index, layer, watch)
-        if not all(error is None or error <= TOLERANCE for error in (weight_error, bias_error)):
-            faults.append(f"the rows do not rebuild the weights to {TOLERANCE:g}")
-        faults += [f"the stored sum of the rows is not theirs: {name} is off" for name in off]
-    elif own.values and check.last_step > 0:
-        for shard in layer.shards:
-            inside = wanted[shard.start : shard.start + shard.rows]
-            for tile in shard.tiles(inside, 1, values=True):
-                watch(tile)
-    if not everything:
-        advance(layer.rows - (int(np.count_nonzero(wanted)) if own.values else 0))
-    if own.values:
-        check.finish()
-    if check.bad is not None:
+        notes.append(f"not exact from step {first_mark.from_step} on: {first_mark.reason}")
+    why_not = _why_not_rebuilt(index, layer)
+    if why_not is not None:
+        notes.append(f"not rebuilt: {why_not}")
+    output_error = None if why_not is not None else _output_error(index, layer)
+    rebuilt: list[Rebuilt] = []
+    off: list[str] = []
+    bad: BadInterval | None = None
+    if own.values and index.ledger.family.scalar:
+        rebuilt, off, bad = _check_by_coefficients(index, layer, exact_steps, why_not, advance)
+    elif why_not is None:
+        found = check_by_following(index, layer, TOLERANCE, exact_steps, advance)
+        rebuilt, off, bad = found.rebuilt, found.off, found.bad
+    else:
+        advance(layer.rows)
+    judgement = judge(rebuilt, index.steps, output_error, first_mark is not None)
+    faults = list(judgement.faults)
+    faults += [f"the stored sum of the rows is not theirs: {name} is off" for name in off]
+    if bad is not None:
         faults.append(
-            f"steps {check.bad.first} to {check.bad.last} do not add up: {check.bad.what} is off "
-            f"by {check.bad.error:.2g}"
+            f"steps {bad.first} to {bad.last} do not add up: {bad.what} is off by {bad.error:.2g}"
         )
     unequal = _first_unequal(layer)
     if unequal is not None:
         faults.append(f"row {unequal} has not the key of the row that stands for it")
+    errors = {parameter.parameter: parameter.relative for parameter in rebuilt}
     return LayerReport(
         layer=own.name,
         ok=not faults,
-        weight_error=weight_error,
-        bias_error=bias_error,
+        weight_error=errors.get(own.weight),
+        bias_error=None if own.bias is None else errors.get(own.bias),
+        output_error=output_error,
         exact_steps=exact_steps,
         inexact=own.inexact,
-        note="; ".join([*faults, *([note] if note else [])]),
+        note="; ".join([*faults, *judgement.notes, *notes]),
         states=len(own.states),
-        bad_steps=None if check.bad is None else (check.bad.first, check.bad.last),
+        bad_steps=None if bad is None else (bad.first, bad.last),
     )
+
+
+def _why_not_rebuilt(index: Index, layer: Layer) -> str | None:
+    """Why the trained weights can't be rebuilt at all; None where they can be tried."""
+    if not layer.values:
+        return "indexed without values"
+    if layer.manifest.final is None:
+        return "the recording was cut short: there are no final weights to compare with"
+    if index.ledger.family.name == Unknown.name:
+        return "the optimizer is of no known family"
+    if layer.manifest.rebuilt is None:
+        return "the index has no sum of the rows that is finite"
+    return None
+
+
+def _output_error(index: Index, layer: Layer) -> float | None:
+    """Of the outputs for some of the layer's own keys, the largest part that no row explains."""
+    finite = np.flatnonzero(layer.finite)
+    if not len(finite):
+        return None
+    sample = np.random.default_rng(0).choice(finite, min(SAMPLE, len(finite)), replace=False)
+    queries = layer.keys_at(np.sort(sample))
+    residual, whole = index.remainder(layer.name, queries)
+    if residual is None or whole is None:
+        return None
+    with np.errstate(all="ignore"):
+        size = np.linalg.norm(residual, axis=1)
+        return float(np.max(np.where(size == 0, 0, size / np.linalg.norm(whole, axis=1))))
+
+
+def _check_by_coefficients(
+    index: Index,
+    layer: Layer,
+    exact_steps: int,
+    why_not: str | None,
+    advance: Callable[[int], None],
+) -> tuple[list[Rebuilt], list[str], BadInterval | None]:
+    """Where each step has one coefficient: rebuild the parameters, and check the stored states.
+
+    Returns:
+        The parameters, unless `why_not`; those of which the stored sum of the rows is not theirs;
+        and the first two states between which the rows do not add up.
+    """
+    exact = not layer.manifest.inexact and why_not is None
+    check = IntervalCheck(index, layer, final=exact, up_to=exact_steps, tolerance=TOLERANCE)
+
+    def watch(tile: Tile) -> None:
+        advance(len(tile.positions))
+        if layer.space.steps[tile.positions].min() < check.last_step:
+            check.add(tile)
+
+    rebuilt, off = _rebuild(index, layer, watch)
+    check.finish()
+    return [] if why_not is not None else rebuilt, off, check.bad
 
 
 def _rebuild(
     index: Index, layer: Layer, watch: Callable[[Tile], None]
-) -> tuple[float | None, float | None, list[str]]:
+) -> tuple[list[Rebuilt], list[str]]:
     """Rebuild the weight and the bias from the initial state and all rows.
 
     Returns:
-        Their errors, None without final weights, and the parameters of which the stored sum of the
-        rows is not what it must be.
+        Both, none without final weights, and the parameters of which the stored sum of the rows is
+        not what it must be.
     """
     own = layer.manifest
     coefficients = index.ledger_coefficients(own.name, index.steps)
@@ -247,25 +298,33 @@ def _rebuild(
 
     device = torch.device("cpu")
     weight, bias = rebuild(layer, coefficients, None, everything, device, watch=add)
-    sums = {own.weight: weight[0].numpy()}
-    if own.bias is not None and bias is not None:
-        sums[own.bias] = bias[0].numpy()
+    sums = {own.weight: (weight[0].numpy(), coefficients.weight)}
+    if own.bias is not None and bias is not None and coefficients.bias is not None:
+        sums[own.bias] = (bias[0].numpy(), coefficients.bias)
     stored = index.state(own.name, "rebuilt")
     off = [
         name
-        for (name, total), size in zip(sums.items(), terms, strict=False)
+        for (name, (total, _)), size in zip(sums.items(), terms, strict=False)
         if stored is not None and not _agree(stored.get(name), total, size)
     ]
     initial, final = index.state(own.name, "initial"), index.state(own.name, "final")
     assert initial is not None
     if final is None:
-        return None, None, off
-    rebuilt = left_behind(initial, own.weight, coefficients.weight) + sums[own.weight]
-    weight_error = _relative(rebuilt, final[own.weight], initial[own.weight])
-    if own.bias is None or coefficients.bias is None:
-        return weight_error, None, off
-    rebuilt = left_behind(initial, own.bias, coefficients.bias) + sums[own.bias]
-    return weight_error, _relative(rebuilt, final[own.bias], initial[own.bias]), off
+        return [], off
+    found = []
+    for (name, (total, own_coefficients)), size in zip(sums.items(), terms, strict=False):
+        trained, first = (state[name].astype(np.float64) for state in (final, initial))
+        error = left_behind(initial, name, own_coefficients) + total - trained
+        found.append(
+            Rebuilt(
+                name,
+                error=float(np.linalg.norm(error)),
+                moved=float(np.linalg.norm(trained - first)),
+                size=max(float(np.linalg.norm(trained)), float(np.linalg.norm(first))),
+                terms=float(size),
+            )
+        )
+    return found, off
 
 
 def _first_unequal(layer: Layer) -> int | None:
@@ -298,14 +357,6 @@ def _agree(stored: np.ndarray | None, total: np.ndarray, terms: float) -> bool:
     if stored is None or stored.shape != total.shape:
         return False
     return bool(np.linalg.norm(stored - total) <= SUM_TOLERANCE * terms)
-
-
-def _relative(rebuilt: np.ndarray, final: np.ndarray, initial: np.ndarray) -> float:
-    """|rebuilt - final| / |final - initial|; 0 where all three agree and nothing was learned."""
-    final = final.astype(np.float64)
-    error = float(np.linalg.norm(rebuilt - final))
-    moved = float(np.linalg.norm(final - initial.astype(np.float64)))
-    return error / moved if moved > 0 else (0.0 if error == 0 else np.inf)
 
 
 def _exact_steps(steps: int, layer: IndexLayer) -> int:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from dualform.engine.errors import FailedPreconditionError
 from dualform.engine.memory.fold import Reducer, fold
 from dualform.engine.memory.layer import Layer
 from dualform.engine.memory.shards import Stop
@@ -30,6 +31,7 @@ from dualform.engine.totals.coefficients import (
 from dualform.engine.totals.followed import FollowedParts, affine, outputs_of
 from dualform.engine.totals.row_parts import rows_part
 from dualform.optimizers import Affine
+from dualform.questions import MAX_RESIDUAL
 from dualform.store.files import FileEntry
 from dualform.store.grouping import Grouping
 from dualform.store.index import INITIAL, IndexLayer
@@ -48,6 +50,7 @@ class PreparedOutput:
         selected: bool [total], by position: the rows that take part, all before `end`.
         filtered: A filter, not `end` alone, selected them.
         strategy: How; "auto" takes the first that applies.
+        max_residual: Of an output, how much no row may explain for it to be given.
     """
 
     queries: torch.Tensor
@@ -57,6 +60,7 @@ class PreparedOutput:
     selected: np.ndarray
     filtered: bool
     strategy: str
+    max_residual: float = MAX_RESIDUAL
 
 
 @dataclass(frozen=True)
@@ -67,8 +71,8 @@ class Parts:
         values: [n, d_out] with the initial part, or the groups' parts [n, groups, d_out].
         initial: [n, d_out].
         trained: [n, d_out], the output by the trained weights; None with at_step, or without them.
-        residual: [n, d_out], the whole less `initial` and the groups' parts; None where it is
-            nothing but rounding of the answer.
+        residual: [n, d_out], the whole less `initial` and all rows' parts; None where no stored
+            weights tell.
     """
 
     values: np.ndarray
@@ -145,9 +149,33 @@ class DualOutputs:
                 fold(layer, question.queries, question.selected, also, self._device, stop)
         else:
             parts = self._by_coefficients(layer, question, stop, also)
-        if parts.residual is not None or question.at_step is not None:
-            return parts
-        return replace(parts, residual=self.remainder(layer.manifest, question.queries))
+        if parts.residual is None and question.at_step is None:
+            residual = self.remainder(layer.manifest, question.queries)
+            parts = replace(parts, residual=residual)
+        if parts.residual is not None:
+            whole = parts.trained
+            if whole is None:
+                rows = parts.values if question.grouping is None else parts.values.sum(axis=1)
+                whole = rows + parts.residual
+                whole = whole if question.grouping is None else whole + parts.initial
+            check_remainder(layer, parts.residual, whole, question.max_residual)
+        return parts
+
+    def check(self, layer: Layer, queries: torch.Tensor, most: float) -> None:
+        """Refuse what rows do not explain well enough of the trained layer's outputs.
+
+        Args:
+            layer: Which.
+            queries: float32 [n, d_in].
+            most: As `check_remainder` takes it.
+
+        Raises:
+            FailedPreconditionError: The remainder is larger.
+        """
+        residual = self.remainder(layer.manifest, queries)
+        whole = self.trained(layer.manifest, queries)
+        if residual is not None and whole is not None:
+            check_remainder(layer, residual, whole, most)
 
     def remainder(self, layer: IndexLayer, queries: torch.Tensor) -> np.ndarray | None:
         """What neither the initial part nor any row explains of the trained layer's outputs.
@@ -258,10 +286,14 @@ class DualOutputs:
             self._left[layer.name] = whole.without_rows()
         return self._left[layer.name]
 
-    def _trained(self, layer: IndexLayer, question: PreparedOutput) -> np.ndarray | None:
-        if question.at_step is not None or layer.final is None:
+    def trained(self, layer: IndexLayer, queries: torch.Tensor) -> np.ndarray | None:
+        """Outputs by the stored final weights, float64 [n, d_out]; None without these."""
+        if layer.final is None:
             return None
-        return plain_output(layer, self._states.read(layer.final), question.queries)
+        return plain_output(layer, self._states.read(layer.final), queries)
+
+    def _trained(self, layer: IndexLayer, question: PreparedOutput) -> np.ndarray | None:
+        return None if question.at_step is not None else self.trained(layer, question.queries)
 
     def _rows(
         self,
@@ -276,6 +308,36 @@ class DualOutputs:
         return rows_part(
             layer, question.queries, coefficients, grouping, selected, self._device, stop, also
         )
+
+
+def check_remainder(layer: Layer, residual: np.ndarray, whole: np.ndarray, most: float) -> None:
+    """Refuse outputs of which too much is explained by no row.
+
+    Args:
+        layer: Which.
+        residual: float64 [n, d_out], what no row explains.
+        whole: float64 [n, d_out], the outputs.
+        most: The largest |residual| / |whole|, Euclidean, of a query that is answered.
+
+    Raises:
+        FailedPreconditionError: One is larger, or not finite.
+    """
+    with np.errstate(all="ignore"):
+        size = np.linalg.norm(residual, axis=1)
+        share = np.where(size == 0, 0.0, size / np.linalg.norm(whole, axis=1))
+    worst = int(np.argmax(np.where(np.isnan(share), np.inf, share)))
+    if share[worst] <= most:
+        return
+    marks = layer.manifest.inexact
+    known = "; ".join(f"from step {mark.from_step} on {mark.reason}" for mark in marks)
+    raise FailedPreconditionError(
+        f"layer {layer.name!r}: no row explains {share[worst]:.2g} of the output for query {worst}"
+        f"{f' ({known})' if known else ''}, and max_residual is {most:g}; pass a larger "
+        "max_residual to be answered with that remainder beside the rows, or ask for weights "
+        "(top-k, sums), which are exact",
+        field="max_residual",
+        reason="RESIDUAL",
+    )
 
 
 def _latest_state(layer: IndexLayer, at_step: int) -> tuple[int, FileEntry]:

@@ -1,0 +1,167 @@
+"""Verification where rows have no coefficients: the layer is followed through its training again.
+
+From each stored state (weights and the optimizer's buffers) the rows up to the next must lead to
+its weights, in float64; all of them from the first state on must be what the index stores as their
+sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from dualform.engine.api.intervals import BadInterval, HasStates
+from dualform.engine.api.judgement import NOISE, Rebuilt
+from dualform.engine.memory.layer import Layer
+from dualform.engine.totals.steps import StepRows, steps_in_order
+from dualform.optimizers import LayerRun, layer_state
+from dualform.store.index import INITIAL
+
+_FLOAT32_UNIT = 2.0**-24
+_SUMS = 1e-6
+
+State = Mapping[str, np.ndarray]
+
+
+@dataclass
+class FollowedCheck:
+    """What was found of a layer.
+
+    Attributes:
+        rebuilt: Its parameters; empty without final weights.
+        off: Parameters of which the stored sum of the rows is not theirs.
+        bad: The first two states between which the rows do not lead; None where all do.
+    """
+
+    rebuilt: list[Rebuilt] = field(default_factory=list)
+    off: list[str] = field(default_factory=list)
+    bad: BadInterval | None = None
+
+
+def check_by_following(
+    index: HasStates, layer: Layer, tolerance: float, up_to: int, advance: Callable[[int], None]
+) -> FollowedCheck:
+    """Follow a layer from its first state to the last.
+
+    Args:
+        index: Which has the states and the ledger.
+        layer: Whose rows; its index has values.
+        tolerance: Relative error that training's float32 may leave.
+        up_to: States after more steps are not compared.
+        advance: Called with numbers of rows done.
+    """
+    own, found = layer.manifest, FollowedCheck()
+    initial, final = index.state(own.name, "initial"), index.state(own.name, "final")
+    assert initial is not None
+    names = [own.weight] + ([] if own.bias is None else [own.bias])
+    whole = _run(index, layer, initial, 0)
+    states = [step for step, _ in own.states if 0 < step <= up_to]
+    since, start = _run(index, layer, initial, 0), 0
+    before: State = initial
+    ratios: dict[str, list[float]] = {name: [] for name in names}
+
+    def compare(end: int, after: State) -> None:
+        """The state after `end` steps with what the rows since the last one made of that."""
+        nonlocal since, start, before
+        since.advance(end)
+        for name, ours in _weights(since, names).items():
+            if _is_noise(ratios[name]):
+                continue
+            theirs, earlier = (s[name].astype(np.float64) for s in (after, before))
+            error = float(np.linalg.norm(ours - theirs))
+            way = float(np.linalg.norm(theirs - earlier))
+            rounding = (end - start) * _FLOAT32_UNIT * float(np.linalg.norm(theirs))
+            if found.bad is None and not error <= tolerance * way + rounding:
+                relative = error / way if way > 0 else float("inf")
+                found.bad = BadInterval(start, end, name, relative)
+        since, start, before = _run(index, layer, after, end), end, after
+
+    for rows in steps_in_order(layer, 0, index.steps, None):
+        while states and states[0] <= rows.step:
+            step = states.pop(0)
+            state = index.state(own.name, step)
+            assert state is not None
+            compare(step, state)
+        for run in (whole, since):
+            run.take(rows.step, rows.keys, rows.values, [slice(None)])
+        for name, ratio in zip(names, _noise(rows), strict=False):
+            ratios[name].append(ratio)
+        advance(len(rows.positions))
+    whole.advance(index.steps)
+    if final is not None and up_to >= index.steps:
+        compare(index.steps, final)
+    stored = index.state(own.name, "rebuilt")
+    if stored is not None:
+        found.off = [name for name, off in _off(whole, stored, names).items() if off]
+    if final is not None:
+        for name, ours in _weights(whole, names).items():
+            theirs, first = (s[name].astype(np.float64) for s in (final, initial))
+            found.rebuilt.append(
+                Rebuilt(
+                    name,
+                    error=float(np.linalg.norm(ours - theirs)),
+                    moved=float(np.linalg.norm(theirs - first)),
+                    size=max(float(np.linalg.norm(theirs)), float(np.linalg.norm(first))),
+                    noise=float(np.median(ratios[name])) if ratios[name] else None,
+                )
+            )
+    return found
+
+
+def _run(index: HasStates, layer: Layer, state: State, start: int) -> LayerRun:
+    own, ledger = layer.manifest, index.ledger
+    return LayerRun(
+        ledger.family,
+        ledger.parameters[own.weight],
+        None if own.bias is None else ledger.parameters[own.bias],
+        layer_state(state, ledger.family, own.weight, own.bias),
+        start,
+        1,
+    )
+
+
+def _weights(run: LayerRun, names: list[str]) -> dict[str, np.ndarray]:
+    """Initial part and rows together, by parameter."""
+    first, rows = run.initial(), run.part(0)
+    found = {names[0]: (first.weight + rows.weight).numpy()}
+    if first.bias is not None and rows.bias is not None:
+        found[names[1]] = (first.bias + rows.bias).numpy()
+    return found
+
+
+def _off(run: LayerRun, stored: State, names: list[str]) -> dict[str, bool]:
+    """Which parameters' stored parts are not what following gives."""
+    off: dict[str, bool] = {}
+    for prefix, own in (("", run.part(0)), (INITIAL, run.initial())):
+        for name, ours in zip(names, (own.weight, own.bias), strict=False):
+            theirs = stored.get(prefix + name)
+            if ours is None:
+                continue
+            size = float(torch.linalg.vector_norm(ours))
+            wrong = theirs is None or theirs.shape != tuple(ours.shape)
+            if theirs is not None and not wrong:
+                wrong = not float(np.linalg.norm(theirs - ours.numpy())) <= _SUMS * size
+            off[name] = off.get(name, False) or wrong
+    return off
+
+
+def _noise(rows: StepRows) -> tuple[float, float]:
+    """|gradient| / sum of its terms' lengths, of the weight and of the bias."""
+    keys = torch.linalg.vector_norm(rows.keys, dim=1).double()
+    values = torch.linalg.vector_norm(rows.values, dim=1).double()
+    # |E'X| is at least |E'X v| / |v|: the direction of all keys' sum shows a sum that is not zero.
+    total = rows.values.sum(0, dtype=torch.float64)
+    direction = rows.keys.sum(0, dtype=torch.float64)
+    length = float(torch.linalg.vector_norm(direction))
+    product = rows.values.double().T @ (rows.keys.double() @ direction)
+    terms, of_bias = float(keys @ values), float(values.sum())
+    weight = float(torch.linalg.vector_norm(product)) / length / terms if length and terms else 1.0
+    bias = float(torch.linalg.vector_norm(total)) / of_bias if of_bias else 1.0
+    return weight, bias
+
+
+def _is_noise(ratios: list[float]) -> bool:
+    return bool(ratios) and float(np.median(ratios)) <= NOISE
