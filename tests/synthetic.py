@@ -63,26 +63,43 @@ def make_recording(
     rng = np.random.default_rng(0)
     state = {"fc.weight": rng.standard_normal((d_out, d_in)).astype(np.float32)}
     writer.write_initial(state)
+    ledger: list[LedgerRow] = []
     for step, first in enumerate(range(0, len(keys), rows_per_step)):
         own = slice(first, min(first + rows_per_step, len(keys)))
         count = own.stop - own.start
         metadata = {name: _column(column[own]) for name, column in columns.items()}
         kept = None if values is None else _record(values[own])
+        row = LedgerRow(
+            step, "fc.weight", SGDSettings(lr, momentum), first=momentum != 0 and step == 0
+        )
+        ledger.append(row)
         writer.append(
             [StepPass("fc", count, 0, _record(keys[own]), kept)],
             [Block(step, (count,), metadata)],
-            [
-                LedgerRow(
-                    step,
-                    "fc.weight",
-                    SGDSettings(lr, momentum),
-                    first=momentum != 0 and step == 0,
-                )
-            ],
+            [row],
         )
         writer.flush()
-    writer.close(state)
+    writer.close(state if values is None else _trained(state, ledger, keys, values, rows_per_step))
     return path
+
+
+def _trained(
+    state: dict[str, np.ndarray],
+    ledger: list[LedgerRow],
+    keys: np.ndarray,
+    values: np.ndarray,
+    rows_per_step: int,
+) -> dict[str, np.ndarray]:
+    """What SGD makes of the state, in float64: the final weights that the rows explain."""
+    weight, buffer = state["fc.weight"].astype(np.float64), 0.0
+    for row, first in zip(ledger, range(0, len(keys), rows_per_step), strict=True):
+        own = slice(first, first + rows_per_step)
+        with np.errstate(all="ignore"):  # keys that are not finite are some tests' matter
+            gradient = -(values[own].astype(np.float64).T @ keys[own].astype(np.float64))
+            buffer = row.settings.momentum * buffer + gradient
+            weight = weight - row.settings.lr * buffer
+    with np.errstate(all="ignore"):
+        return {"fc.weight": weight.astype(np.float32)}
 
 
 def _column(values: list[object]) -> np.ndarray:

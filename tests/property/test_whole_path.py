@@ -144,8 +144,10 @@ def test_parts_add_up_where_a_state_was_stored(tmp_path: Path, count: int) -> No
             assert whole.residual is None
             assert parts.residual is not None
             _check_total(whole, parts)
+            trained = index.dual_output(name, queries, group_by="label")
+            assert trained.residual is not None
+            _check_total(index.dual_output(name, queries), trained)
             for asked in (
-                index.dual_output(name, queries, group_by="label"),
                 index.dual_output(name, queries, at_step=0, group_by="label"),
                 index.dual_output(
                     name, queries, where=parse_filter("step >= 0"), at_step=30, group_by="label"
@@ -243,7 +245,7 @@ def _check_parts(
         error = np.linalg.norm(parts.values[:, number] - expected, axis=1)
         assert (error <= OF_TERMS * size).all(), (name, group_by, group)
     _check_total(whole, parts)
-    assert parts.residual is None
+    assert (parts.residual is None) == (whole.residual is None)
     whole = index.dual_output(name, queries, at_step=at_step)
     parts = index.dual_output(name, queries, at_step=at_step, group_by=group_by)
     _check_total(whole, parts)
@@ -286,7 +288,12 @@ def _check_total(whole: DualOutput, parts: DualOutput) -> None:
     size = np.abs(parts.initial) + np.abs(parts.values.astype(np.float64)).sum(1)
     if parts.residual is not None:
         total += parts.residual
-    assert (np.abs(total - whole.values) <= OF_TERMS * size).all(), (total, whole.values)
+    expected = whole.values.astype(np.float64)
+    if whole.residual is not None and parts.residual is not None:
+        expected += whole.residual
+        assert whole.trained is not None
+        assert (np.abs(expected - whole.trained) <= OF_TERMS * size).all()
+    assert (np.abs(total - expected) <= OF_TERMS * size).all(), (total, expected)
 
 
 def _memory(recording: Recording, name: str) -> Memory:

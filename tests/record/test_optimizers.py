@@ -136,10 +136,38 @@ def assert_outputs(trained: Trained, index: Index, name: str, up_to: int) -> Non
         assert error.max() <= 1e-5, (name, step)
 
 
+def assert_remainder(trained: Trained, index: Index, name: str, why: str) -> None:
+    """The trained layer's output is initial part, rows and remainder; a large one is refused."""
+    queries = np.random.default_rng(0).standard_normal((9, index.layers[name].d_in))
+    queries = queries.astype(np.float32)
+    if index.layers[name].manifest.rebuilt is None:
+        with pytest.raises(FailedPreconditionError, match=re.escape(why)) as refused:
+            index.dual_output(name, queries, max_residual=np.inf)
+        assert refused.value.reason == "INEXACT"
+        return
+    own = trained.layer(name, STEPS, queries)
+    length = np.linalg.norm(own, axis=1)
+    for group_by in (None, "label"):
+        out = index.dual_output(name, queries, group_by=group_by, max_residual=np.inf)
+        assert out.residual is not None
+        rows = out.values if group_by is None else out.initial + out.values.sum(1)
+        assert (np.linalg.norm(rows + out.residual - own, axis=1) <= 2e-6 * length).all()
+    share = float((np.linalg.norm(out.residual, axis=1) / length).max())
+    assert index.dual_output(name, queries, max_residual=share * 1.01).residual is not None
+    with pytest.raises(FailedPreconditionError, match=re.escape(why)) as refused:
+        index.dual_output(name, queries, max_residual=share * 0.99)
+    assert refused.value.reason == "RESIDUAL"
+    with pytest.raises(FailedPreconditionError, match="no row explains"):
+        index.top_k(name, queries, 3, rank_by="contribution", unit=0, max_residual=share * 0.99)
+
+
 def assert_marked(
     trained: Trained, from_step: dict[str, int], reason: str, exact: tuple[str, ...] = ()
 ) -> None:
-    """These layers are marked from these steps on, for this reason; those are exact."""
+    """These layers are marked from these steps on, for this reason; those are exact.
+
+    The trained layer is answered all the same where what no row explains is known, and allowed.
+    """
     with trained.index as index:
         for name in exact:
             assert index.layers[name].inexact == []
@@ -147,11 +175,12 @@ def assert_marked(
         for name, first in from_step.items():
             ((step, why),) = index.layers[name].inexact
             assert (step, re.search(reason, why) is not None) == (first, True), why
-            d_in = index.layers[name].d_in
-            for end in {None, STEPS, first + 1}:
+            queries = np.ones((1, index.layers[name].d_in), np.float32)
+            for end in {STEPS, first + 1}:
                 with pytest.raises(FailedPreconditionError, match=re.escape(why)) as refused:
-                    index.dual_output(name, np.ones((1, d_in), np.float32), at_step=end)
+                    index.dual_output(name, queries, at_step=end)
                 assert refused.value.reason == "INEXACT"
+            assert_remainder(trained, index, name, why)
             assert_outputs(trained, index, name, first)
     for own in verify_index(trained.path).layers:
         assert own.exact_steps == from_step.get(own.layer, STEPS)
@@ -232,16 +261,54 @@ class SignSGD(torch.optim.SGD):
                 p.sub_(group["lr"] * p.grad.sign())
 
 
+FAMILIES: dict[str, Optimizers] = {
+    "Adam": lambda model: torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=0.01),
+    "AMSGrad": lambda model: torch.optim.Adam(model.parameters(), lr=0.01, amsgrad=True),
+    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1),
+    "NAdam": lambda model: torch.optim.NAdam(model.parameters(), lr=0.01),
+    "RAdam": lambda model: torch.optim.RAdam(model.parameters(), lr=0.01),
+    "Adamax": lambda model: torch.optim.Adamax(model.parameters(), lr=0.01),
+    "RMSprop": lambda model: torch.optim.RMSprop(
+        model.parameters(), lr=0.001, centered=True, momentum=0.9
+    ),
+    "Adagrad": lambda model: torch.optim.Adagrad(model.parameters(), lr=0.05),
+    "Adadelta": lambda model: torch.optim.Adadelta(model.parameters()),
+    "Adafactor": lambda model: torch.optim.Adafactor(model.parameters(), lr=0.05),
+    "Rprop": lambda model: torch.optim.Rprop(model.parameters(), lr=0.01),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_is_exact(tmp_path: Path, name: str) -> None:
+    """Outputs, at any step and by group, contributions and verify, of every optimizer family."""
+    trained = train(tmp_path, FAMILIES[name])
+    assert_exact(trained)
+    with trained.index as index:
+        for layer in LAYERS:
+            queries = np.random.default_rng(1).standard_normal((5, index.layers[layer].d_in))
+            queries = queries.astype(np.float32)
+            rows = index.layers[layer].rows
+            for end in (None, STEPS // 2):
+                own = trained.layer(layer, STEPS if end is None else end, queries)
+                parts = index.dual_output(layer, queries, at_step=end, group_by="label")
+                total = parts.initial + parts.values.sum(1, dtype=np.float64)
+                error = np.linalg.norm(total - own, axis=1) / np.linalg.norm(own, axis=1)
+                assert error.max() <= 1e-5
+                hits = index.top_k(
+                    layer, queries, rows, rank_by="contribution", unit=1, at_step=end
+                )
+                found = np.nansum(hits.scores.astype(np.float64), axis=1) + parts.initial[:, 1]
+                np.testing.assert_allclose(found, total[:, 1], rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("name", "optimizer_of"),
     [
-        ("Adam", lambda model: torch.optim.Adam(model.parameters(), lr=0.01)),
-        ("AdamW", lambda model: torch.optim.AdamW(model.parameters(), lr=0.01)),
         ("Lamb", lambda model: Lamb(model.parameters(), lr=0.01)),
         ("SignSGD", lambda model: SignSGD(model.parameters(), lr=0.01)),
     ],
 )
-def test_other_optimizers(tmp_path: Path, name: str, optimizer_of: Optimizers) -> None:
+def test_optimizers_of_no_known_family(tmp_path: Path, name: str, optimizer_of: Optimizers) -> None:
     trained = train(tmp_path, optimizer_of)
     assert_marked(trained, {"0": 0, "2": 0}, rf"^optimizer {name}: .*weights stay exact")
 
