@@ -24,6 +24,7 @@ def make_index(
     shard_rows: int = 1 << 16,
     lr: float = 0.1,
     momentum: float = 0.0,
+    trained: bool = True,
     **columns: list[object],
 ) -> Path:
     """An index of one layer "fc" without bias, whose row t has key t and value t.
@@ -35,11 +36,12 @@ def make_index(
         rows_per_step: Rows of each step's only pass.
         shard_rows: As in `build_index`.
         lr, momentum: What the ledger says of every step.
+        trained: The final weights are those that the rows lead to; else the initial ones.
         columns: Metadata, one entry per row.
     """
     directory.mkdir(parents=True, exist_ok=True)
     recording = make_recording(
-        directory / "recording", keys, values, rows_per_step, lr, momentum, columns
+        directory / "recording", keys, values, rows_per_step, lr, momentum, columns, trained=trained
     )
     build_index(recording, directory / "index", shard_rows=shard_rows)
     return directory / "index"
@@ -53,6 +55,8 @@ def make_recording(
     lr: float,
     momentum: float,
     columns: dict[str, list[object]],
+    *,
+    trained: bool = True,
 ) -> Path:
     """The recording below `make_index`."""
     d_in = keys.shape[1]
@@ -79,7 +83,9 @@ def make_recording(
             [row],
         )
         writer.flush()
-    writer.close(state if values is None else _trained(state, ledger, keys, values, rows_per_step))
+    if trained and values is not None:
+        state = _trained(state, ledger, keys, values, rows_per_step)
+    writer.close(state)
     return path
 
 

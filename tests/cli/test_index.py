@@ -29,7 +29,8 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
     keys = rng.standard_normal((70, D_IN)).astype(np.float32)
     values = rng.standard_normal((70, D_OUT)).astype(np.float32)
     path = tmp_path_factory.mktemp("recording") / "run"
-    return make_recording(path, keys, values, 7, 0.1, 0.0, {"label": [t % 3 for t in range(70)]})
+    labels: list[object] = [t % 3 for t in range(70)]
+    return make_recording(path, keys, values, 7, 0.1, 0.0, {"label": labels}, trained=False)
 
 
 def test_build_then_inspect(recording: Path, tmp_path: Path) -> None:

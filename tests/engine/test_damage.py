@@ -117,9 +117,8 @@ def test_what_is_no_index_is_refused(tmp_path: Path) -> None:
         Index.open(tmp_path, device="cpu")
 
 
-def test_verify_reports_a_recording_that_does_not_add_up(path: Path) -> None:
-    # The synthetic recording's final weights are its initial ones: its rows can't rebuild them.
-    report = verify_index(path)
+def test_verify_reports_a_recording_that_does_not_add_up(tmp_path: Path) -> None:
+    report = verify_index(make_index(tmp_path, KEYS, VALUES, trained=False))
     assert not report.ok
     assert report.layers[0].weight_error is not None
     assert "do not rebuild" in report.layers[0].note
