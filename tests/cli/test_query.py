@@ -154,7 +154,7 @@ def test_output(memory: Memory, server: str, query_file: Path) -> None:
     assert re.search(r"query 0\nunit +initial +output +trained layer\n +0 ", table.out)
     grouped = ask("output", server, query_file, "--group-by", "task", "--where", "label = 1")
     assert re.search(
-        r"unit +initial +task fashion +task mnist +task without a value\n", grouped.out
+        r"unit +initial +task fashion +task mnist +task without a value +residual\n", grouped.out
     )
 
 

@@ -138,13 +138,23 @@ def test_an_inexact_layer_is_refused_from_its_mark_on(clipped: Client) -> None:
     assert layers["0"].exactness == f"inexact from step {mark.from_step}: {mark.reason}"
     assert (layers["1"].inexact, layers["1"].exactness) == ((), "exact")
     model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
-    for named in ({}, {"at_step": mark.from_step + 1}, {"layers": ["0"]}):
-        with pytest.raises(FailedPreconditionError) as caught:
-            dual_form(model, clipped, **named).__enter__()
-        assert (caught.value.reason, caught.value.field) == ("INEXACT", "layers")
-        assert mark.reason in str(caught.value)
-        assert f"at_step <= {mark.from_step}" in str(caught.value)
+    with pytest.raises(FailedPreconditionError) as caught:
+        dual_form(model, clipped, at_step=mark.from_step + 1).__enter__()
+    assert (caught.value.reason, caught.value.field) == ("INEXACT", "layers")
+    assert mark.reason in str(caught.value)
+    assert f"at_step <= {mark.from_step}" in str(caught.value)
     x = torch.randn(2, 5)
+    # Of the trained layer it is known how much no row explains.
+    for named in ({}, {"layers": ["0"]}, {"layers": ["0"], "max_residual": 1e-4}):
+        with (
+            pytest.raises(FailedPreconditionError, match="no row explains") as caught,
+            dual_form(model, clipped, **named),
+        ):
+            model(x)
+        assert (caught.value.reason, caught.value.field) == ("RESIDUAL", "max_residual")
+        assert mark.reason in str(caught.value)
+    with dual_form(model, clipped, max_residual=float("inf")):
+        assert model(x).shape == (2, 3)
     with dual_form(model, clipped, layers=["1"]):
         assert model(x).shape == (2, 3)
     with dual_form(model, clipped, at_step=mark.from_step):

@@ -56,6 +56,13 @@ def add_to(commands: Any) -> None:
     output = _question(kinds, "output", _output, "the dual output: initial part and contributions")
     output.add_argument("--at-step", type=int, metavar="S", help="the layer after S steps")
     output.add_argument("--group-by", metavar="COLUMN", help="each group's part alone")
+    for own in (top_k, output):
+        own.add_argument(
+            "--max-residual",
+            type=float,
+            metavar="SHARE",
+            help="how much of an output no row may explain (default 1e-4)",
+        )
     _plan_options(output, ["rebuilt", "scan"])
 
 
@@ -131,6 +138,7 @@ def _top_k(options: argparse.Namespace) -> int:
             unit=options.unit,
             at_step=options.at_step,
             distinct=options.distinct,
+            max_residual=options.max_residual,
             strategy=options.strategy,
             explain_plan=options.explain_plan,
             index=options.index,
@@ -277,6 +285,7 @@ def _output(options: argparse.Namespace) -> int:
             where=options.where,
             at_step=options.at_step,
             group_by=options.group_by,
+            max_residual=options.max_residual,
             strategy=options.strategy,
             explain_plan=options.explain_plan,
             index=options.index,

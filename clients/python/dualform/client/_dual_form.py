@@ -35,6 +35,7 @@ def dual_form(
     layers: str | Sequence[str] | None = None,
     where: str | Filter | None = None,
     at_step: int | None = None,
+    max_residual: float | None = None,
     index: str | None = None,
     timeout: float | None = None,
 ) -> Iterator[None]:
@@ -56,6 +57,8 @@ def dual_form(
         where: Which rows contribute in these layers; the initial part always stays. What such a
             masked pass means, and what not: docs/dual-form.md.
         at_step: The layers after so many steps; None for the trained layers.
+        max_residual: As for `Client.dual_output`; a layer of which more is explained by no row is
+            refused in the forward pass.
         index: The index's name; None where one is served.
         timeout: Seconds per question. A layer asks once per call: large batches are cheaper.
 
@@ -85,14 +88,20 @@ def dual_form(
     chosen = _chosen(model, info, layers)
     end = _end(info, at_step)
     for own in chosen:
-        _check_exact(info.layers[own], end)
+        _check_exact(info.layers[own], None if at_step is None else end)
     if where is not None:
         _check_where(client, info, chosen, where, index, timeout)
     _warn_of_another_model(model, client, info, chosen, at_step, index, timeout)
 
     def answer(name: str, queries: torch.Tensor) -> Any:
         found = client.dual_output(
-            name, queries, where=where, at_step=at_step, index=index, timeout=timeout
+            name,
+            queries,
+            where=where,
+            at_step=at_step,
+            max_residual=max_residual,
+            index=index,
+            timeout=timeout,
         )
         return found.values
 
@@ -297,7 +306,7 @@ def _end(info: IndexInfo, at_step: int | None) -> int:
     return at_step
 
 
-def _check_exact(info: LayerInfo, end: int) -> None:
+def _check_exact(info: LayerInfo, end: int | None) -> None:
     if not info.values:
         raise FailedPreconditionError(
             f"layer {info.name!r} was recorded or indexed without values, so it has no dual form",
@@ -305,7 +314,7 @@ def _check_exact(info: LayerInfo, end: int) -> None:
             field="layers",
         )
     for mark in info.inexact:
-        if mark.from_step < end:
+        if end is not None and mark.from_step < end:
             raise FailedPreconditionError(
                 f"the dual form of layer {info.name!r} is not exact from step {mark.from_step} on: "
                 f"{mark.reason}; leave the layer out of layers=, or ask with at_step <= "

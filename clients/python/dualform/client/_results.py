@@ -185,10 +185,9 @@ class DualOutputResult:
         groups: As in SumsResult; None without `group_by`.
         counts: int64 [groups]: rows per group; None without `group_by`.
         coverage: How many rows took part.
-        residual: float32 [n, d_out], with `group_by` and `at_step` and without a filter, where the
-            whole output starts from weights that training kept on the way: what float32 rounded
-            in training up to them. Whole = `initial` + the groups' parts + `residual`. None
-            otherwise: the parts add up without.
+        residual: float32 [n, d_out]: what neither `initial` nor any row explains of the layer's own
+            output, which is `initial` + all rows' parts + `residual`: float32 rounding in training,
+            reduced precision, edits by hand. None where no stored weights tell.
         plan: How the answer was found; None without `explain_plan`.
     """
 

@@ -145,6 +145,7 @@ class Client:
         unit: int | None = None,
         at_step: int | None = None,
         distinct: str | None = None,
+        max_residual: float | None = None,
         strategy: TopKStrategy = "auto",
         explain_plan: bool = False,
         index: str | None = None,
@@ -169,6 +170,7 @@ class Client:
                 the trained layer. With "contribution" only.
             distinct: A metadata column: of rows with the same value only the best counts, and
                 `counts` says how many took part. Rows without a value stand for themselves.
+            max_residual: Contributions to the trained layer: as for `dual_output`.
             strategy: "auto", or "certified", "flat" or "scan": how rows are found. The answer is
                 the same; one that does not apply is refused.
             explain_plan: Say in `plan` which strategy was chosen, and why.
@@ -182,8 +184,8 @@ class Client:
             InvalidArgumentError: Wrong shape, dtype, k, order, filter, column, unit or step; see
                 `field`.
             NotFoundError: No such layer or index.
-            FailedPreconditionError: Contributions of an index without values, or of a layer that
-                has no exact dual form.
+            FailedPreconditionError: Contributions of an index without values; or as for
+                `dual_output`.
             ResourceExhaustedError: k over the server's limit, or its queue is full.
         """
         question = TopKQuestion(
@@ -197,6 +199,7 @@ class Client:
             unit=unit,
             at_step=at_step,
             distinct=distinct,
+            max_residual=max_residual,
             strategy=strategy,
             explain_plan=explain_plan,
             index=index,
@@ -298,6 +301,7 @@ class Client:
         where: str | Filter | None = None,
         at_step: int | None = None,
         group_by: str | None = None,
+        max_residual: float | None = None,
         strategy: OutputStrategy = "auto",
         explain_plan: bool = False,
         index: str | None = None,
@@ -312,6 +316,9 @@ class Client:
             at_step: The layer after so many steps; None for the trained layer. Not the same as
                 the filter "step < s", which keeps the trained layer's coefficients.
             group_by: A metadata column: each group's part alone.
+            max_residual: The largest part of an output, by Euclidean length, that no row may
+                explain (rounding, reduced precision, edits by hand) for an answer to be given;
+                None for 1e-4. It is `residual` in the answer.
             strategy: "auto", "rebuilt" or "scan"; as for `top_k`.
             explain_plan: As for `top_k`.
             index: Its name; None where one is served.
@@ -322,7 +329,8 @@ class Client:
 
         Raises:
             InvalidArgumentError, NotFoundError, ResourceExhaustedError: As for `top_k`.
-            FailedPreconditionError: The index holds no values, or the layer has no exact dual form.
+            FailedPreconditionError: The index holds no values; what no row explains is more than
+                `max_residual`; or nobody knows how much that is.
         """
         question = OutputQuestion(
             layer=layer,
@@ -330,6 +338,7 @@ class Client:
             where=filter_of(where),
             at_step=at_step,
             group_by=group_by,
+            max_residual=max_residual,
             strategy=strategy,
             explain_plan=explain_plan,
             index=index,
