@@ -310,7 +310,13 @@ class Replay:
 
     def _coefficients(self, layer: str, end: int) -> LayerCoefficients:
         """By the first training's ledger: a row's coefficient depends on the steps after it."""
-        return layer_coefficients(self._first.ledger(), self._first.manifest.layers[layer], end)
+        ledger = self._first.ledger()
+        if not ledger.family.scalar:
+            raise ReplayError(
+                f"rows trained by {self._first.manifest.optimizer} have no coefficients that a "
+                "replay could carry through them; record and index the run, and ask the index"
+            )
+        return layer_coefficients(ledger, self._first.manifest.layers[layer], end)
 
     def _add(
         self,
