@@ -13,10 +13,11 @@ from torch import nn
 from dualform.client import capture_queries
 from dualform.engine import Index, verify_index
 from dualform.index import build_index
+from dualform.optimizers import Trajectory
 from dualform.record import LSTM, CaptureError, LayerSelectionError, Recorder
 from dualform.store.recording import Recording
 
-from .reading import assert_rebuilds, keys, values
+from .reading import assert_rebuilds, keys, step_sums, values
 
 STEPS, BATCH, TIME, VOCABULARY = 25, 4, 6, 11
 
@@ -246,12 +247,40 @@ def test_rows_of_one_product_alone_are_an_error(tmp_path: Path) -> None:
         train(model, tmp_path / "recording")
 
 
-def test_adam_keeps_attention_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [(torch.optim.Adam, "two biases"), (torch.optim.Adafactor, "two weights by its own size")],
+)
+def test_adaptive_optimizers_keep_attention_weights(
+    tmp_path: Path, kind: type[torch.optim.Optimizer], why: str
+) -> None:
     model = fresh()
-    train(model, tmp_path / "recording", torch.optim.Adam(model.parameters(), lr=0.01))
+    train(model, tmp_path / "recording", kind(model.parameters(), lr=0.01))  # type: ignore[call-arg]
     recording = Recording.open(tmp_path / "recording")
-    assert "Adam" in recording.marks["rnn"][0].reason
+    (mark,) = recording.marks["rnn"]
+    assert mark.from_step == 0
+    assert kind.__name__ in mark.reason
+    assert why in mark.reason
     assert sum(record.rows for record in recording.passes("rnn")) == STEPS * BATCH * TIME
+
+
+def test_without_biases_the_joined_weight_moves_as_one_under_adam(tmp_path: Path) -> None:
+    """Followed by its joined ledger rows alone, against what training made of both weights."""
+    model = fresh(bias=False)
+    train(model, tmp_path / "recording", torch.optim.AdamW(model.parameters(), lr=0.01))
+    with Recording.open(tmp_path / "recording") as recording:
+        assert all("biases" not in mark.reason for mark in recording.marks["rnn"])
+        gradients, _ = step_sums(recording, "rnn")
+        ledger = recording.ledger()
+        state = {"weight": torch.from_numpy(recording.initial()["rnn.weight"])}
+    trajectory = Trajectory(ledger.family, state, follow=False)
+    whole = trajectory.start(state)
+    for row, products in zip(ledger.parameters["rnn.weight"], gradients, strict=True):
+        gradient = torch.from_numpy(-row.scale * products)
+        trajectory.step(row.settings, row.first, gradient, [(whole, gradient)])
+    trained = torch.cat([model.rnn.hh.weight, model.rnn.ih.weight], 1).detach().double()
+    way = (trained - state["weight"]).norm()
+    assert float((whole.weight - trained).norm()) <= 1e-3 * float(way)
 
 
 def test_fused_lstm_and_embedding_are_left_out_with_a_word_why(

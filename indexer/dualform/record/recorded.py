@@ -257,7 +257,8 @@ class RecordedLayer:
             return self._check.weight(grad, watch, sides)
         if sides.weight != 0.0 and watch.zeroed(grad):
             return Verdict(True, zeroed=True, scale=0.0)
-        factor = 1.0 if watch.untouched(grad) else watch.scale(grad).factor
+        # Measured, as autograd's count misses what torch.amp.GradScaler does to a gradient.
+        factor = watch.scale(grad).factor
         return Verdict(True, scale=factor if np.isfinite(factor) else 1.0)
 
     def _bias_verdict(self, weight: Verdict, sides: Sides) -> Verdict:

@@ -3,7 +3,8 @@
 Joined, W = [W_hh, W_ih] and b = b_hh + b_ih. Where both products are trained by the same settings,
 W moves as either of them does, and b as one bias whose gradient counts for both: the sum of their
 scales. So the joined parameters have ledger rows of their own, beside those of their parts
-(docs/decisions/0012-lstm.md).
+(docs/decisions/0012-lstm.md). Under Adam and its kin W still moves so; b does not, as each bias
+takes a normalised step of its own: such layers are marked, unless they have no bias.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class RecordedLSTM:
             RecordedLayer(part, optimizer, tape, random, sampled) for part in selected.parts
         )
         self._tape = tape
-        self._alike = True
+        self._apart = _apart(optimizer, self.spec.bias is not None)
+        self._alike = self._apart is None
         self.kept: list[Pass] = []
 
     @property
@@ -99,6 +101,8 @@ class RecordedLSTM:
             bias = self._join(self.spec.bias, hh[1], ih[1])
             joined.append(bias._replace(scale=hh[1].scale + ih[1].scale))
         mark = mark or other
+        if step == 0 and self._apart is not None:
+            mark = InexactMark(0, self._apart)
         if self._alike and not all(map(_alike, hh, ih)):
             self._alike = False
             mark = mark or InexactMark(
@@ -175,6 +179,25 @@ class RecordedLSTM:
         joined = Pass(call.number, call.annotation, call.leading, key)
         joined.value = call.value
         return joined
+
+
+def _apart(optimizer: OptimizerView, biased: bool) -> str | None:
+    """Why the joined parameters don't move as one, by the optimizer; None where they do."""
+    family, name = optimizer.family, optimizer.name
+    if family.scalar or optimizer.why_not is not None:
+        return None
+    if not family.elementwise:
+        return (
+            f"{name} sets the step of each of an LSTM's two weights by its own size, so they do "
+            "not move as one; weights stay exact"
+        )
+    if biased:
+        return (
+            f"under {name} each of an LSTM's two biases moves by a normalised step of its own, so "
+            "their sum does not move as one bias (without biases, LSTM(..., bias=False), it is "
+            "exact); weights stay exact"
+        )
+    return None
 
 
 def _both(hh: ParameterState, ih: ParameterState, join: _Join) -> ParameterState:
