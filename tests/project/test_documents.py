@@ -98,6 +98,20 @@ def test_the_extras_in_the_readme_are_the_projects() -> None:
         assert re.search(rf"^{extra} = \[", project, re.MULTILINE), extra
 
 
+def test_every_path_in_the_map_exists() -> None:
+    """docs/architecture.md names files from the root, or as they are imported."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    places = [ROOT, *(path.parent for path in ROOT.glob("*/dualform/__init__.py"))]
+    places += [path.parent for path in ROOT.glob("*/*/dualform/__init__.py")]
+    # Links are the other test's.
+    named = set(re.findall(r"(?<![\w./(])(\w[\w.-]*(?:/[\w.-]+)*/(?:\w+\.\w+)?)", text))
+    assert len([name for name in named if "." in name]) >= 50
+    missing = [name for name in named if not any((place / name).exists() for place in places)]
+    assert not missing
+    for page in ("README.md", "CONTRIBUTING.md"):
+        assert "docs/architecture.md" in (ROOT / page).read_text(), page
+
+
 def test_every_page_is_in_the_index() -> None:
     """Of docs/ itself; decisions/ has one page each and is linked as a folder."""
     index = (ROOT / "docs" / "README.md").read_text()
