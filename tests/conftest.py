@@ -44,3 +44,23 @@ def digits_index(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import digits
 
     return digits.publish(tmp_path_factory.mktemp("digits"))
+
+
+@pytest.fixture(scope="session")
+def adamw_recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same network trained by AdamW; read-only."""
+    import digits
+
+    path = tmp_path_factory.mktemp("adamw") / "recording"
+    digits.record(path, make=digits.adamw)
+    return path
+
+
+@pytest.fixture(scope="session")
+def adamw_index(adamw_recording: Path) -> Path:
+    """Its index; read-only."""
+    from dualform.index import build_index
+
+    path = adamw_recording.parent / "index"
+    build_index(adamw_recording, path, shard_rows=500)
+    return path

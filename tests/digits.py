@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,14 +43,26 @@ def network() -> nn.Sequential:
     return model
 
 
-def record(path: Path, *, momentum: float = 0.9) -> nn.Sequential:
+def record(
+    path: Path,
+    *,
+    momentum: float = 0.9,
+    make: Callable[[nn.Sequential], torch.optim.Optimizer] | None = None,
+) -> nn.Sequential:
     """Train for STEPS steps and record: columns label, example (row number) and task.
+
+    Args:
+        path: Of the recording.
+        momentum: Of SGD.
+        make: Makes another optimizer instead.
 
     Returns:
         The trained model.
     """
     digits, model = load(), network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)
+    if make is not None:
+        optimizer = make(model)
     order = np.random.default_rng(0).permutation(len(digits.labels))
     with Recorder(model, optimizer, path) as recorder:
         for step in range(STEPS):
@@ -66,6 +79,11 @@ def record(path: Path, *, momentum: float = 0.9) -> nn.Sequential:
         kept = list(range(0, 1797, 3))
         recorder.add_examples(kept, [f"digit {digits.labels[i]}" for i in kept])
     return model
+
+
+def adamw(model: nn.Sequential) -> torch.optim.Optimizer:
+    """An optimizer whose rows have no coefficients."""
+    return torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.1)
 
 
 def publish(directory: Path, *, shard_rows: int = 700) -> Path:

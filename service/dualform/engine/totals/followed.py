@@ -10,14 +10,15 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from dualform.engine.memory.layer import Layer
-from dualform.engine.memory.shards import Stop
+from dualform.engine.memory.shards import Stop, check_stop
 from dualform.engine.memory.states import State, product
 from dualform.engine.totals.steps import steps_in_order
 from dualform.optimizers import Affine, LayerRun, layer_state
@@ -27,6 +28,9 @@ from dualform.store.ledger import Ledger
 
 KEPT_BYTES = 256 << 20
 """Parts of so many bytes are kept for questions that come again."""
+
+_WAIT_SECONDS = 0.05
+"""Who waits for another's parts asks so often whether its own caller gave up."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,8 @@ def outputs_of(part: Affine, queries: torch.Tensor) -> np.ndarray:
 class FollowedParts:
     """The parts that questions asked for, made once; thread-safe.
 
+    Who asks for parts that another thread is making waits for them.
+
     Args:
         ledger: What the optimizer did.
         most_bytes: How much is kept; the oldest goes first.
@@ -135,7 +141,8 @@ class FollowedParts:
         self._ledger = ledger
         self._most_bytes = most_bytes
         self._lock = threading.Lock()
-        self._kept: OrderedDict[tuple[object, ...], Followed] = OrderedDict()
+        self._kept: OrderedDict[_Key, Followed] = OrderedDict()
+        self._making: dict[_Key, Future[Followed | None]] = {}
 
     def find(
         self,
@@ -150,16 +157,53 @@ class FollowedParts:
         """The parts of some rows; arguments as for `follow` and `part_codes`."""
         codes, parts = part_codes(selected, grouping)
         key = (layer.name, start, end, parts, _digest(codes))
-        with self._lock:
-            if key in self._kept:
-                self._kept.move_to_end(key)
-                return self._kept[key]
-        found = follow(layer, self._ledger, state, start, end, codes, parts, stop)
-        with self._lock:
-            self._kept[key] = found
-            while sum(own.nbytes for own in self._kept.values()) > self._most_bytes:
-                self._kept.popitem(last=False)
-        return found
+        return self._once(
+            key, stop, lambda: follow(layer, self._ledger, state, start, end, codes, parts, stop)
+        )
+
+    def _once(self, key: _Key, stop: Stop | None, make: Callable[[], Followed]) -> Followed:
+        """What is kept under a key, what another thread is about to make, or what `make` gives."""
+        while True:
+            with self._lock:
+                if key in self._kept:
+                    self._kept.move_to_end(key)
+                    return self._kept[key]
+                theirs = self._making.get(key)
+                if theirs is None:
+                    ours = self._making[key] = Future()
+                    break
+            found = _wait(theirs, stop)
+            if found is not None:
+                return found
+        made: Followed | None = None
+        try:
+            made = make()
+        finally:
+            with self._lock:
+                del self._making[key]
+                if made is not None:
+                    self._keep(key, made)
+            ours.set_result(made)  # None: given up or failed; one of those who wait tries itself
+        return made
+
+    def _keep(self, key: _Key, made: Followed) -> None:
+        self._kept[key] = made
+        while sum(own.nbytes for own in self._kept.values()) > self._most_bytes:
+            self._kept.popitem(last=False)
+
+
+_Key = tuple[str, int, int, int, bytes]
+
+
+def _wait(theirs: Future[Followed | None], stop: Stop | None) -> Followed | None:
+    """What another thread makes; None where it gave up.
+
+    Raises:
+        CancelledError: `stop` is true.
+    """
+    while not wait([theirs], _WAIT_SECONDS).done:
+        check_stop(stop)
+    return theirs.result()
 
 
 def _digest(codes: np.ndarray) -> bytes:

@@ -1,0 +1,122 @@
+"""The parts of followed layers are made once: by a mask that comes again, by two that ask at once.
+
+Counted are passes over the steps, not seconds.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dualform.client import Client, parse_filter
+from dualform.engine import Index
+from dualform.engine.errors import CancelledError
+from dualform.engine.totals import followed
+
+MASK = "label = 3 and step < 40"
+
+
+class Passes:
+    """Passes over the steps that began; the first is held back until `go`."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.go = threading.Event()
+        self.go.set()
+        self.began = threading.Event()
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> Passes:
+    own, original = Passes(), followed.steps_in_order
+
+    def counted(*arguments: Any) -> Iterator[Any]:
+        own.count += 1
+        own.began.set()
+        assert own.go.wait(20)
+        return original(*arguments)
+
+    monkeypatch.setattr(followed, "steps_in_order", counted)
+    return own
+
+
+def queries(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((2, 48)).astype(np.float32)
+
+
+def test_a_mask_again_is_no_further_pass(adamw_index: Path, passes: Passes) -> None:
+    """Whatever is asked of it, and however it is written."""
+    with Client.local(adamw_index, device="cpu") as client:
+        client.dual_output("2", queries(0), where=MASK)
+        assert passes.count == 1
+        client.dual_output("2", queries(1), where=MASK)
+        client.dual_output("2", queries(1), where="step between 0 and 39 and not label != 3")
+        assert passes.count == 1
+        client.dual_output("2", queries(1), where="label = 4")
+        client.dual_output("4", queries(1), where=MASK)
+        assert passes.count == 3
+        client.dual_output("2", queries(2), where=MASK)
+        assert passes.count == 3
+
+
+def _wait_until(done: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def _ask(index: Index, seed: int, stop: Callable[[], bool] | None = None) -> np.ndarray:
+    return index.dual_output("2", queries(seed), where=parse_filter(MASK), stop=stop).values
+
+
+def _together(index: Index, passes: Passes, first: Any, second: Any) -> tuple[Any, Any]:
+    """Two questions, the second while the first makes its parts; what their futures hold."""
+    asked = threading.Event()
+
+    def waiting() -> bool:
+        asked.set()
+        return bool(second())
+
+    passes.go.clear()
+    with ThreadPoolExecutor(2) as pool:
+        one = pool.submit(_ask, index, 0, first)
+        assert passes.began.wait(20)
+        two = pool.submit(_ask, index, 0, waiting)
+        _wait_until(lambda: asked.is_set() or two.done())
+        assert passes.count == 1
+        if not second():
+            assert not two.done()
+        else:
+            _wait_until(two.done)
+        passes.go.set()
+    return one, two
+
+
+def test_two_at_once_are_one_pass(adamw_index: Path, passes: Passes) -> None:
+    with Index.open(adamw_index, device="cpu") as index:
+        one, two = _together(index, passes, lambda: False, lambda: False)
+        np.testing.assert_array_equal(one.result(), two.result())
+        assert passes.count == 1
+
+
+def test_who_waits_may_give_up(adamw_index: Path, passes: Passes) -> None:
+    with Index.open(adamw_index, device="cpu") as index:
+        one, two = _together(index, passes, lambda: False, lambda: True)
+        assert isinstance(two.exception(), CancelledError)
+        assert len(one.result()) == 2
+
+
+def test_who_waits_takes_over_from_one_that_gave_up(adamw_index: Path, passes: Passes) -> None:
+    with Index.open(adamw_index, device="cpu") as index:
+        one, two = _together(index, passes, lambda: True, lambda: False)
+        assert isinstance(one.exception(), CancelledError)
+        np.testing.assert_array_equal(two.result(), _ask(index, 0))
+        assert passes.count == 2
