@@ -224,3 +224,26 @@ def render_literal(literal: pb.Value) -> str:
     if kind == "bool_value":
         return "true" if literal.bool_value else "false"
     return repr(getattr(literal, str(kind)))
+
+
+@pytest.mark.parametrize("word", ["case", "from", "if", "IF", "select", "where", "union", "else"])
+@pytest.mark.parametrize("text", ["{} = 1", "label = 2 and {} < 3", "{} > 1 or label = 2"])
+def test_a_column_called_like_a_word_of_sql(word: str, text: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=f'double quotes: "{word}"'):
+        parse_filter(text.format(word))
+    assert f'column: "{word}"' in str(parse_filter(text.format(f'"{word}"')))
+
+
+def test_no_word_makes_the_parser_log(caplog: pytest.LogCaptureFixture) -> None:
+    from sqlglot.tokens import Tokenizer
+
+    words = [word for word in Tokenizer.KEYWORDS if word.isalpha()]
+    assert len(words) > 100
+    for word in words:
+        for text in ("{} = 1", "label = 1 or {} > 2"):
+            try:
+                found = str(parse_filter(text.format(word)))
+            except InvalidArgumentError:
+                found = str(parse_filter(text.format(f'"{word}"')))
+            assert f'column: "{word}"' in found or word in ("NOT", "TRUE", "FALSE")
+    assert not caplog.records

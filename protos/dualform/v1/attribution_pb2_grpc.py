@@ -96,7 +96,7 @@ class AttributionServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Explain(self, request, context):
-        """Several of the above for several layers, each layer's memory read once.
+        """Several of the above for several layers; sums and output share a scan where both need one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -122,6 +122,42 @@ def _mentions(error: Exception, value: object) -> bool:
     return re.search(rf"(?<!\w){re.escape(repr(value))}(?!\w)", str(error)) is not None
 
 
+_BEGINS_WITH_IF = re.compile(r"\s*(if)\b", re.IGNORECASE)
+# What stands before an operator is meant as a column.
+_LEFT_OF_OPERATOR = re.compile(
+    r"(?<![\w.])([a-z_]\w*)\s*(?:[=<>!]|(?:not\s+)?(?:in|between)\b|is\b)", re.IGNORECASE
+)
+_QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
+
+
+def _words_of_sql(text: str) -> list[str]:
+    """Words that are meant as columns, and that SQL keeps for itself."""
+    plain = _QUOTED.sub(lambda quoted: " " * len(quoted[0]), text)
+    meant = dict.fromkeys(found[1] for found in _LEFT_OF_OPERATOR.finditer(plain))
+    operators = {"and", "or", "not", "in", "is", "between", "null", "true", "false"}
+    return [word for word in meant if word.lower() not in operators and not _is_column(word)]
+
+
+def _is_column(word: str) -> bool:
+    from sqlglot import exp
+    from sqlglot.dialects.dialect import Dialect
+    from sqlglot.errors import ParseError
+
+    if word.lower() == "if":
+        return False
+    try:
+        parsed = Dialect.get_or_raise(None).parse_into(exp.Condition, f"{word} = 1")
+    except ParseError:
+        return False
+    return [type(own.this) for own in parsed if isinstance(own, exp.EQ)] == [exp.Column]
+
+
+def _quote(words: list[str]) -> str:
+    """How to name columns that are called like words of SQL."""
+    quoted = ", ".join(f'"{word}"' for word in words)
+    return f"a column that is called like a word of SQL stands in double quotes: {quoted}"
+
+
 class _Reader:
     def __init__(self, text: str) -> None:
         self._text = text
@@ -137,11 +173,15 @@ class _Reader:
 
         if not self._text.strip():
             self._refuse("the filter is empty; where=None takes every row", 1)
+        if command := _BEGINS_WITH_IF.match(self._text):
+            # sqlglot takes it for a command, and logs that to everybody.
+            self._refuse(f"syntax error at {command[1]!r}; {_quote([command[1]])}", 1)
         try:
             # Not `parse_one`: it drops what stands behind a semicolon.
             parts = Dialect.get_or_raise(None).parse_into(exp.Condition, self._text)
             if len(parts) != 1 or parts[0] is None:
-                self._refuse(f"it does not parse as one condition; {_GRAMMAR}", 1)
+                remedy = self._remedy(_GRAMMAR)
+                self._refuse(f"it does not parse as one condition; {remedy}", 1)
             return self._condition(parts[0])
         except ParseError as error:
             self._refuse_syntax(error)
@@ -170,7 +210,7 @@ class _Reader:
             return Filter(all_of=FilterList(filters=[low, high]))
         if kind == "Is" and type(node.expression).__name__ == "Null":
             return self._compare(node, OPERATOR_IS_NULL, [])
-        self._refuse_node(node, _GRAMMAR)
+        self._refuse_node(node, self._remedy(_GRAMMAR))
 
     def _chain(self, node: Any) -> FilterList:
         # A loop: `a = 1 or a = 2 or ...` leans left as deep as it is long.
@@ -184,7 +224,9 @@ class _Reader:
     def _compare(self, node: Any, operator: int, literals: list[Any]) -> Filter:
         column = node.this
         if type(column).__name__ != "Column" or column.args.get("table"):
-            self._refuse_node(node, "a metadata column comes first, then the operator")
+            self._refuse_node(
+                node, self._remedy("a metadata column comes first, then the operator")
+            )
         position = self._position(column)
         self._near = position - 1
         values = [self._literal(literal) for literal in literals]
@@ -229,11 +271,15 @@ class _Reader:
         details = error.errors[0] if error.errors else {}
         token = details.get("highlight") or ""
         if not details.get("line"):
-            self._refuse(f"it does not parse; {_GRAMMAR}", 1)
+            self._refuse(f"it does not parse; {self._remedy(_GRAMMAR)}", 1)
         # sqlglot counts lines from 1 and gives the column of the token's last character.
         lines = self._text.splitlines(keepends=True)[: details["line"] - 1]
         position = sum(map(len, lines)) + max(1, details["col"] - len(token) + 1)
-        self._refuse(f"syntax error at {token!r}; {_GRAMMAR}", position)
+        self._refuse(f"syntax error at {token!r}; {self._remedy(_GRAMMAR)}", position)
+
+    def _remedy(self, otherwise: str) -> str:
+        words = _words_of_sql(self._text)
+        return _quote(words) if words else otherwise
 
     def _refuse_node(self, node: Any, why: str) -> NoReturn:
         self._refuse(f"{node.sql()!r} is not possible; {why}", self._position(node))

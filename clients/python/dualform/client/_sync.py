@@ -358,7 +358,7 @@ class Client:
         index: str | None = None,
         timeout: float | None = None,
     ) -> dict[str, Explanation]:
-        """Several answers for several layers; what needs a scan of a layer's memory scans it once.
+        """Several answers for several layers; sums and output share a scan where both need one.
 
         Args:
             queries: float32 [n, d_in] by layer, such as `capture_queries` gives.

@@ -147,11 +147,25 @@ def _literal(value: pb.Value, name: str, column_type: pa.DataType) -> Any:
     if kind not in allowed:
         raise _refuse(
             f"column {name!r} is {plain}; it can't be compared with {literal!r}, "
-            f"a {kind.removesuffix('_value')}"
+            f"a {kind.removesuffix('_value')}{_other_way(literal, allowed)}"
         )
     if kind == "double_value" and math.isnan(literal):
         raise _refuse(f"column {name!r} can't be compared with NaN")
     return literal
+
+
+def _other_way(literal: Any, allowed: tuple[str, ...]) -> str:
+    """How the literal would be written for such a column, where that can be told."""
+    if allowed == ("string_value",):
+        word = str(literal).lower() if isinstance(literal, bool) else literal
+        return f"; text stands in single quotes, as in '{word}'"
+    if allowed == ("bool_value",):
+        return "; write true or false, without quotes"
+    try:
+        number = isinstance(literal, str) and math.isfinite(float(literal))
+    except ValueError:
+        number = False
+    return f"; a number stands without quotes, as in {literal}" if number else ""
 
 
 def _plain(column_type: pa.DataType) -> pa.DataType:
