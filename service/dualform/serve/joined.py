@@ -1,8 +1,9 @@
-"""Requests for the same thing that arrive while it is being worked on are answered together.
+"""Requests that differ in nothing but their queries are answered by one scan for all of them.
 
-What differs in nothing but the queries shares one scan. Nobody waits for company: a request that
-finds nothing of its kind at work starts at once. While one is at work, those that arrive wait, and
-then go together. Each keeps its own refusals, deadline and cancellation.
+A scan reads every row, be it for one query or for fifty. So while a request is being answered,
+others of its kind (same method, index, layer, filter and options) wait, and when it is done one
+scan answers all that have come. A request that finds none of its kind at work starts at once:
+nobody waits for company. Each keeps its own refusal, deadline and cancellation.
 """
 
 from __future__ import annotations

@@ -1,10 +1,13 @@
-"""Certified pruning: which rows' sketches prove that they can't be among the k best.
+"""Certified pruning: rows are ruled out of the k best by a few numbers of each, with a proof.
 
-With y and rho of a key x (|x - P'y| <= rho), z = fl(P q) and s = q - P'z:
+A key's sketch is y = fl(P x), its products with a few directions P, and rho, a number that is at
+least the length of the rest, r = x - P'y. For a query q, with z = fl(P q) and s = q - P'z:
 
-    q.x = (P q).y + q.r,  r = x - P'y,  |q.r| <= |s| rho + |z| |P r|
+    q.x = (P q).y + q.r,   |q.r| <= |s| rho + |z| |P r|
 
-holds for any P. docs/decisions/0005 derives the allowance for rounding.
+whatever P is. The first term is computed, the second bounded: a row that can't reach the k-th best
+score found so far is left out, and its key is never read. docs/decisions/0005 derives the allowance
+for rounding.
 """
 
 from __future__ import annotations

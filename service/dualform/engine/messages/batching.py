@@ -1,7 +1,8 @@
-"""Requests that differ in nothing but their queries, answered by one question of all of them.
+"""Several requests, alike but for their queries, answered by asking the index once.
 
-Each gets what it would have got alone: the same rows and scores to the last bit, sums and outputs
-within their bounds (docs/exactness.md), its own refusal where its queries are wrong.
+Their queries become one question, and its answer is cut into theirs. Each request gets what it would
+have got alone: the same rows and scores to the last bit, sums and outputs within their bounds
+(docs/exactness.md), its own refusal where its queries are wrong.
 """
 
 from __future__ import annotations

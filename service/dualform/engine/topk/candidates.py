@@ -1,6 +1,8 @@
-"""Rows that may be among the k best, as parallel arrays; and what is known of them.
+"""Candidates of a top-k: rows that may be among the best until their exact scores are known.
 
-A cell is a (query, group): group * queries + query, so that groups which come later change nothing.
+Every query keeps candidates of its own in each group; such a pair is a *cell*. Cells are numbered
+group * queries + query: a group that is met later adds numbers and changes none. The candidates of
+all cells lie in parallel arrays, an entry each.
 """
 
 from __future__ import annotations

@@ -1,9 +1,13 @@
-"""Total attention weight per group: float32 weights per tile, added in float64.
+"""Total attention weight per group, in the cheapest of three ways.
 
-A signed sum is linear in the key: where all rows of a run take part and belong to one group, one
-product with the run's stored key sum stands for them. Likewise an absolute sum where neither keys
-nor query have a sign to drop. Of the other rows, those with equal keys need one product together
-where the index knows which these are.
+- Key sums. Adding the weights q.x of many rows is multiplying q with the sum of their keys. The
+  index stores that sum for each run, the neighbouring rows of a shard with the same task and label:
+  where a whole run takes part and belongs to one group, one product stands for all its rows. So it
+  does for absolute weights, where no number in these keys or in the query is negative.
+- Distinct keys. Rows with the same key have the same weight: one product, times how many they are.
+- A scan of every row: float32 weights, added in float64.
+
+Rows that no key sum stands for take one of the other two ways.
 """
 
 from __future__ import annotations
