@@ -1,7 +1,7 @@
 """Several requests, alike but for their queries, answered by asking the index once.
 
-Their queries become one question, and its answer is cut into theirs. Each request gets what it would
-have got alone: the same rows and scores to the last bit, sums and outputs within their bounds
+Their queries become one question, and its answer is cut into theirs. Each request gets what it
+would have got alone: the same rows and scores to the last bit, sums and outputs within their bounds
 (docs/exactness.md), its own refusal where its queries are wrong.
 """
 
