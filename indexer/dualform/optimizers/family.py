@@ -63,6 +63,8 @@ class Family:
         scalar: Every factor of a transition is a number: rows have one coefficient for a step.
         elementwise: An element's transition depends on that element alone, so a weight may be
             followed in blocks, and the recorder may check a sample of its elements.
+        single: Following in float32 is as good as training's own float32; not where a
+            preconditioner is a difference that cancels.
         scalars: Numbers of a parameter's state that `read` looks at, by torch's keys.
     """
 
@@ -72,6 +74,7 @@ class Family:
     momentum: ClassVar[str | None] = None
     scalar: ClassVar[bool] = False
     elementwise: ClassVar[bool] = True
+    single: ClassVar[bool] = True
     scalars: ClassVar[tuple[str, ...]] = ()
 
     def owns(self, kind: type[torch.optim.Optimizer]) -> bool:

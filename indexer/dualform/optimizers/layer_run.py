@@ -60,6 +60,7 @@ class ParameterRun:
         state: "weight" and the buffers at the start.
         start: After how many steps that was.
         parts: How many parts gather rows.
+        dtype: As for `Trajectory`.
     """
 
     def __init__(
@@ -69,13 +70,15 @@ class ParameterRun:
         state: Mapping[str, torch.Tensor],
         start: int,
         parts: int,
+        dtype: torch.dtype = torch.float64,
     ) -> None:
         later = rows[start:]
         follow = any(family.follows_whole(row.settings) for row in later if row.took_part)
         self._rows = rows
         self._step = start
-        self._trajectory = Trajectory(family, state, follow=follow)
-        self._zeros = torch.zeros(state["weight"].shape, dtype=torch.float64)
+        self._trajectory = Trajectory(family, state, follow=follow, dtype=dtype)
+        self._dtype = dtype
+        self._zeros = torch.zeros(state["weight"].shape, dtype=dtype)
         self.initial = self._trajectory.start(state)
         self.parts = [self._trajectory.empty() for _ in range(parts)]
 
@@ -98,7 +101,7 @@ class ParameterRun:
 
         Args:
             products: E, what all rows of the step add up to: sum e (x) x for a weight, sum e for a
-                bias, float64. Their gradient is -scale E.
+                bias, floating. Their gradient is -scale E.
             of_parts: Likewise of each part's rows; None where it has none.
             watch: Called with the step's number and transition, unless nothing moved.
         """
@@ -108,9 +111,9 @@ class ParameterRun:
             return
 
         def gradient(own: torch.Tensor | None) -> torch.Tensor | None:
-            return None if own is None else own * -row.scale
+            return None if own is None else own.to(self._dtype).mul(-row.scale)
 
-        whole = products * -row.scale
+        whole = products.to(self._dtype).mul(-row.scale)
         parts: list[tuple[Part, torch.Tensor | None]] = [(self.initial, None)]
         parts += [
             (part, whole if own is products else gradient(own))
@@ -146,7 +149,10 @@ class LayerRun:
         start: int,
         parts: int,
     ) -> None:
-        self._weight = ParameterRun(family, weight, state["weight"], start, parts)
+        # Training's own precision: a weight's moves are float32 there too, and it takes a third of
+        # the time. A bias costs nothing.
+        dtype = torch.float32 if family.single else torch.float64
+        self._weight = ParameterRun(family, weight, state["weight"], start, parts, dtype)
         self._bias = None
         if bias is not None:
             self._bias = ParameterRun(family, bias, state["bias"], start, parts)
@@ -197,22 +203,25 @@ class LayerRun:
 
 
 def products(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """sum e (x) x over rows: float32 products as training's, added up in float64.
+    """sum e (x) x over rows: float32 products as training's, many rows' added up in float64.
 
-    Rounded to float32 as a gradient is: a sum that is too small for it is zero there too.
+    float32 as a gradient is: a sum that is too small for it is zero there too.
 
     Args:
         keys: float32 [n, d_in].
         values: float32 [n, d_out].
 
     Returns:
-        float64 [d_out, d_in].
+        float32 [d_out, d_in].
     """
-    first = (values[:PRODUCT_ROWS].T @ keys[:PRODUCT_ROWS]).double()
+    first = values[:PRODUCT_ROWS].T @ keys[:PRODUCT_ROWS]
+    if len(keys) <= PRODUCT_ROWS:
+        return first
+    total = first.double()
     for start in range(PRODUCT_ROWS, len(keys), PRODUCT_ROWS):
         rows = slice(start, start + PRODUCT_ROWS)
-        first += values[rows].T @ keys[rows]
-    return first if len(keys) <= PRODUCT_ROWS else first.float().double()
+        total += values[rows].T @ keys[rows]
+    return total.float()
 
 
 def _is_all(part: slice | torch.Tensor, rows: int) -> bool:

@@ -27,6 +27,7 @@ class RMSprop(Family):
     """RMSprop (Hinton, 2012); centered as in Graves (2013)."""
 
     name = "rmsprop"
+    single = False  # centered: the mean square less the square of the mean
     settings_type = RMSpropSettings
     buffers = same_names("square_avg", "grad_avg", "momentum_buffer")
     momentum = "momentum_buffer"

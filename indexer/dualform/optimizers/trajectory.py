@@ -12,20 +12,101 @@ from typing import Any
 
 import torch
 
-from dualform.optimizers.family import STILL, Factor, Family, Transition, Whole, moved
+from dualform.optimizers.family import STILL, Factor, Family, Transition, Whole, add_, scale_
+
+FLUSHED = 16
+"""After so many steps what a part moved by in float32 is added to its weight."""
 
 
 class Part:
     """One part of a parameter: what some of the rows, or the initial state, made of it.
 
+    Followed in float32, a part's moves are float32, as training's are, but add up in float64: a
+    few steps' moves are small beside the weight, and so is their rounding.
+
     Attributes:
-        weight: float64, the parameter's shape.
-        momentum: Likewise; None in a family without.
+        momentum: The part's momentum buffer; None while there is nothing in it.
     """
 
-    def __init__(self, weight: torch.Tensor, momentum: torch.Tensor | None) -> None:
-        self.weight = weight
+    def __init__(
+        self, weight: torch.Tensor, momentum: torch.Tensor | None, dtype: torch.dtype
+    ) -> None:
+        """
+        Args:
+            weight: float64, to be kept; the parameter's shape.
+            momentum: Of the dtype.
+            dtype: float64 or float32.
+        """
         self.momentum = momentum
+        self._base = weight
+        self._dtype = dtype
+        self._moved = weight if dtype == torch.float64 else None
+        self._factor = 1.0
+        self._steps = 0
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The part's weight, float64, the parameter's shape; only to be read."""
+        self._flush()
+        return self._base
+
+    def move(self, transition: Transition, gradient: torch.Tensor | None) -> None:
+        """Take a step.
+
+        Args:
+            transition: The whole run's.
+            gradient: The part's own, of its dtype; None where it has none.
+        """
+        mm, mw, mg, ww, wm, wg = transition
+        if self.momentum is not None:
+            scale_(self.momentum, mm)
+        elif not _is_zero(mw) or (gradient is not None and not _is_zero(mg)):
+            self.momentum = torch.zeros_like(self._base, dtype=self._dtype)
+        if self.momentum is not None:
+            if not _is_zero(mw):
+                add_(self.momentum, mw, self.weight.to(self._dtype))
+            if gradient is not None:
+                add_(self.momentum, mg, gradient)
+        self._scale(ww)
+        if self.momentum is not None:
+            self._add(wm, self.momentum)
+        if gradient is not None:
+            self._add(wg, gradient)
+        self._steps += 1
+        if self._steps % FLUSHED == 0:
+            self._flush()
+
+    def _scale(self, factor: Factor) -> None:
+        if self._moved is self._base:
+            scale_(self._base, factor)
+        elif isinstance(factor, torch.Tensor):
+            self._flush()
+            self._base.mul_(factor)
+        else:
+            self._factor *= factor
+            if self._moved is not None:
+                scale_(self._moved, factor)
+
+    def _add(self, factor: Factor, other: torch.Tensor) -> None:
+        if _is_zero(factor):
+            return
+        if self._moved is None:
+            self._moved = torch.zeros_like(self._base, dtype=self._dtype)
+        add_(self._moved, factor, other)
+
+    def _flush(self) -> None:
+        if self._moved is self._base:
+            return
+        if self._factor != 1.0:
+            self._base.mul_(self._factor)
+            self._factor = 1.0
+        if self._moved is not None:
+            self._base.add_(self._moved)
+            self._moved.zero_()
+
+
+def _is_zero(factor: Factor) -> bool:
+    return not isinstance(factor, torch.Tensor) and factor == 0.0
 
 
 class Trajectory:
@@ -37,7 +118,8 @@ class Trajectory:
             by then; missing ones are as the optimizer creates them.
         follow: Whether the whole's weight and momentum are needed, as `follows_whole` says of any
             step to come.
-        dtype: In which everything is computed.
+        dtype: Of the preconditioner, the momentum buffers and the moves: float64, or float32 as
+            training's own; the parts' weights add up in float64.
     """
 
     def __init__(
@@ -50,7 +132,7 @@ class Trajectory:
     ) -> None:
         self.family = family
         self._dtype = dtype
-        weight = state["weight"]
+        self._shape = weight = state["weight"]
         self._missing = [name for name in family.buffers if name not in state]
         self.whole: Whole = {
             name: self._copy(state[name]) if name in state else empty
@@ -60,25 +142,18 @@ class Trajectory:
         self._follow: Part | None = None
         if follow:
             self._follow = self.start(state)
-            self.whole["weight"] = self._follow.weight
-            if family.momentum is not None and self._follow.momentum is not None:
-                self.whole[family.momentum] = self._follow.momentum
-        self._shape = weight
 
     def start(self, state: Mapping[str, torch.Tensor]) -> Part:
         """A part that begins with a state: the initial one, whose gradient is always None."""
         own = self.family.momentum
-        if own is None:
-            return Part(self._copy(state["weight"]), None)
-        there = state.get(own)
-        momentum = self._zeros(state["weight"]) if there is None else self._copy(there)
-        return Part(self._copy(state["weight"]), momentum)
+        there = None if own is None else state.get(own)
+        weight = state["weight"].detach().to(torch.float64, copy=True)
+        return Part(weight, None if there is None else self._copy(there), self._dtype)
 
     def empty(self) -> Part:
         """A part that begins with nothing."""
-        own = self.family.momentum
-        zeros = self._zeros(self._shape)
-        return Part(zeros, None if own is None else torch.zeros_like(zeros))
+        zeros = torch.zeros_like(self._shape, dtype=torch.float64)
+        return Part(zeros, None, self._dtype)
 
     def step(
         self,
@@ -103,11 +178,16 @@ class Trajectory:
             for name in fresh.keys() & self._missing:
                 self.whole[name].fill_(fresh[name])
             self._missing = []
+        if self._follow is not None:
+            self.whole["weight"] = self._follow.weight.to(self._dtype)
+            buffer, momentum = self.family.momentum, self._follow.momentum
+            if buffer is not None:
+                self.whole[buffer] = self._zeros(self._shape) if momentum is None else momentum
         transition = self.family.transition(settings, first, self.whole, gradient)
         if self._follow is not None:
-            moved(transition, self._follow.weight, self._follow.momentum, gradient)
+            self._follow.move(transition, gradient)
         for part, own in parts:
-            moved(transition, part.weight, part.momentum, own)
+            part.move(transition, own)
         return transition
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
