@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from dualform.index import build_index
 from dualform.optimizers import SGDSettings
 from dualform.store.ledger import LedgerRow
 from dualform.store.recording_format import ALIGNMENT, LayerSpec, RecordingManifest
-from dualform.store.recording_writer import Record, RecordingWriter, StepPass
+from dualform.store.recording_writer import Examples, Record, RecordingWriter, StepPass
 from dualform.store.row_metadata import Block
 
 
@@ -25,6 +27,7 @@ def make_index(
     lr: float = 0.1,
     momentum: float = 0.0,
     trained: bool = True,
+    encodings: Sequence[str] = ("float32",),
     **columns: list[object],
 ) -> Path:
     """An index of one layer "fc" without bias, whose row t has key t and value t.
@@ -37,11 +40,20 @@ def make_index(
         shard_rows: As in `build_index`.
         lr, momentum: What the ledger says of every step.
         trained: The final weights are those that the rows lead to; else the initial ones.
+        encodings: Of the passes' keys and values, in turn; the numbers must be exact in them.
         columns: Metadata, one entry per row.
     """
     directory.mkdir(parents=True, exist_ok=True)
     recording = make_recording(
-        directory / "recording", keys, values, rows_per_step, lr, momentum, columns, trained=trained
+        directory / "recording",
+        keys,
+        values,
+        rows_per_step,
+        lr,
+        momentum,
+        columns,
+        encodings,
+        trained=trained,
     )
     build_index(recording, directory / "index", shard_rows=shard_rows)
     return directory / "index"
@@ -55,6 +67,8 @@ def make_recording(
     lr: float,
     momentum: float,
     columns: dict[str, list[object]],
+    encodings: Sequence[str] = ("float32",),
+    examples: Sequence[Examples] = (),
     *,
     trained: bool = True,
 ) -> Path:
@@ -72,17 +86,20 @@ def make_recording(
         own = slice(first, min(first + rows_per_step, len(keys)))
         count = own.stop - own.start
         metadata = {name: _column(column[own]) for name, column in columns.items()}
-        kept = None if values is None else _record(values[own])
+        encoding = encodings[step % len(encodings)]
+        kept = None if values is None else _record(values[own], encoding)
         row = LedgerRow(
             step, "fc.weight", SGDSettings(lr, momentum), first=momentum != 0 and step == 0
         )
         ledger.append(row)
         writer.append(
-            [StepPass("fc", count, 0, _record(keys[own]), kept)],
+            [StepPass("fc", count, 0, _record(keys[own], encoding), kept)],
             [Block(step, (count,), metadata)],
             [row],
         )
         writer.flush()
+    for payloads in examples:
+        writer.add_examples(payloads)
     if trained and values is not None:
         state = _trained(state, ledger, keys, values, rows_per_step)
     writer.close(state)
@@ -112,8 +129,16 @@ def _column(values: list[object]) -> np.ndarray:
     return np.array(values, object if isinstance(values[0], str) else None)
 
 
-def _record(rows: np.ndarray) -> Record:
-    data = np.ascontiguousarray(rows, "<f4").tobytes()
+def stored(rows: np.ndarray, encoding: str) -> bytes:
+    """Float32 numbers as torch has them in another dtype, which must hold them exactly."""
+    tensor = torch.from_numpy(np.ascontiguousarray(rows, "<f4"))
+    narrow = tensor.to(getattr(torch, encoding))
+    assert torch.equal(narrow.float(), tensor) or not torch.isfinite(tensor).all()
+    return narrow.view(torch.uint8).numpy().tobytes()
+
+
+def _record(rows: np.ndarray, encoding: str = "float32") -> Record:
+    data = stored(rows, encoding)
     memory = mmap.mmap(-1, max(ALIGNMENT, -(-len(data) // ALIGNMENT) * ALIGNMENT))
     memory[: len(data)] = data
-    return Record(memoryview(memory), len(data))
+    return Record(memoryview(memory), len(data), encoding=encoding)

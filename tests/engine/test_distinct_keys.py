@@ -14,8 +14,8 @@ from rows_read import rows_read
 from synthetic import make_index
 
 from dualform.engine import Index, verify_index
-from dualform.engine.errors import InvalidArgumentError
-from dualform.store import DamagedError, IndexManifest
+from dualform.engine.errors import DataLossError, InvalidArgumentError
+from dualform.store import IndexManifest
 from dualform.store.files import write_atomic, write_sealed
 from dualform.v1 import attribution_pb2 as pb
 
@@ -228,13 +228,29 @@ def test_an_index_from_before_opens_and_scans(
 
 
 @pytest.mark.parametrize("offset", [0, 100, 127, 128, 1234, -1])
-def test_a_flipped_byte_is_found_before_it_is_used(path: Path, tmp_path: Path, offset: int) -> None:
+def test_a_flipped_byte_is_found_before_it_is_used(
+    path: Path, tmp_path: Path, arrays: dict[str, np.ndarray], offset: int
+) -> None:
+    """What needs the file is refused, or answered without it; nothing else is."""
     damaged = _copy(path, tmp_path)
     data = bytearray((damaged / EQUAL).read_bytes())
     data[offset] ^= 1
     (damaged / EQUAL).write_bytes(data)
-    with pytest.raises(DamagedError, match=r"equal\.npy.*digest.*index build"):
-        Index.open(damaged, device="cpu")
+    queries = arrays["queries"]
+    with Index.open(path, device="cpu") as index:
+        expected = index.sums("fc", queries, "label", absolute=True, strategy="scan").values
+        rows = index.top_k("fc", queries, 3).rows
+    with Index.open(damaged, device="cpu") as index:
+        np.testing.assert_array_equal(index.top_k("fc", queries, 3).rows, rows)
+        found = index.sums("fc", queries, "label", absolute=True)
+        assert found.plan.strategy == "scan"
+        np.testing.assert_array_equal(found.values, expected)
+        what = r"equal\.npy.*digest.*index build"
+        with pytest.raises(InvalidArgumentError, match=what):
+            index.sums("fc", queries, "label", strategy="distinct_keys")
+        with pytest.raises(DataLossError, match=what):
+            index.verify_files()
+        assert index.damage is None
     (damage,) = verify_index(damaged).damage
     assert (damage.file, damage.layer) == (EQUAL, "fc")
 

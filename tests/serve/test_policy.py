@@ -86,3 +86,13 @@ print(heaps())
     applied = "from dualform.serve import policy; policy.apply()"
     without, with_policy = int(python(code).stdout), int(python(applied + code).stdout)
     assert with_policy <= 1 < without
+
+
+def test_as_many_files_may_be_open_as_the_system_allows() -> None:
+    done = python(
+        "import resource; from dualform.serve import policy; "
+        "hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]; "
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard)); policy.apply(); "
+        "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(hard, 65536))"
+    )
+    assert done.stdout == "True\n", done.stderr

@@ -31,3 +31,14 @@ def test_values_ascend_and_null_is_last(values: list[object]) -> None:
     expected += [None] * (None in values)
     assert grouping.values.to_pylist() == expected
     assert [expected[code] for code in grouping.codes] == values
+
+
+def test_a_dictionary_is_what_its_rows_have() -> None:
+    """Its own may have values that no row has, one twice, and null among them."""
+    dictionary = pa.array(["unused", "b", "a", "b", None])
+    codes = pa.array([1, 2, 3, None, 4, 1], pa.int32())
+    grouping = group(pa.DictionaryArray.from_arrays(codes, dictionary))
+    assert grouping.values.to_pylist() == ["a", "b", None]
+    assert grouping.codes.tolist() == [1, 0, 1, 2, 2, 1]
+    assert grouping.counts.tolist() == [1, 3, 2]
+    assert group(pa.DictionaryArray.from_arrays(codes[:0], dictionary)).values.to_pylist() == []

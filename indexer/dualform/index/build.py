@@ -17,38 +17,41 @@ from __future__ import annotations
 
 import errno
 import io
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from safetensors.numpy import save as save_safetensors
 from threadpoolctl import threadpool_limits
 
 from dualform.index.background import BackgroundWorker
 from dualform.index.equal_keys import MOST_KEYS, EqualKeysWriter, digests
 from dualform.index.key_summary import KeySummary
+from dualform.index.payloads import write_payloads
 from dualform.index.row_spaces import Space, row_spaces
 from dualform.index.row_sum import FollowedSum, RowSum
 from dualform.index.shards import ShardFile, ShardWriter
 from dualform.index.sketch import MIN_D_IN, SAMPLE_ROWS, leading_directions, sketch
 from dualform.index.workspace import workspace
 from dualform.optimizers import Unknown
+from dualform.store.encoding import FLOAT32, Encoding, encoding
 from dualform.store.errors import NoSpaceError
-from dualform.store.files import FileEntry, digest, sync_directory, write_atomic
+from dualform.store.files import FileEntry, sync_directory, write_atomic
 from dualform.store.grouping import group
-from dualform.store.index import (
+from dualform.store.index import IndexManifest, runs
+from dualform.store.index_parts import (
+    LEDGER,
     IndexLayer,
-    IndexManifest,
     LayerShard,
     RowSpace,
     SpaceShard,
     layer_directory,
-    runs,
+    layer_file,
+    shard_file,
+    sidecar_file,
 )
 from dualform.store.ledger import to_parquet
 from dualform.store.parquet import write_parquet
@@ -106,6 +109,14 @@ def build_index(
             ) from error
 
 
+def layer_encodings(records: Sequence[PassRecord]) -> tuple[Encoding, Encoding]:
+    """Of a layer's keys and values: that of its passes, or float32 where they have several."""
+    spans = ([record.keys for record in records], [record.values for record in records])
+    names = [{span.encoding for span in own if span is not None} for own in spans]
+    keys, values = (encoding(own.pop()) if len(own) == 1 else FLOAT32 for own in names)
+    return keys, values
+
+
 @dataclass(frozen=True)
 class _PendingShard:
     """A layer's shard whose files are still being written."""
@@ -153,14 +164,18 @@ class _Build:
         self._row_sums: dict[str, RowSum | FollowedSum] = {}
         self._equal_keys: dict[str, EqualKeysWriter] = {}
         self._done = 0
+        layers = source.manifest.layers
+        self._encodings = {name: layer_encodings(source.passes(name)) for name in layers}
         self.nbytes = sum(
-            space.rows * 4 * self._width(source.manifest.layers[name])
+            space.rows * sum(self._row_bytes(layers[name]))
             for space in self._spaces
             for name in space.layers
         )
 
-    def _width(self, layer: LayerSpec) -> int:
-        return int(layer.d_in + (layer.d_out if self._values else 0))
+    def _row_bytes(self, layer: LayerSpec) -> tuple[int, int]:
+        """Of a key, and of a value where there are any."""
+        keys, values = self._encodings[layer.name]
+        return keys.row_bytes(layer.d_in), values.row_bytes(layer.d_out) if self._values else 0
 
     def run(self) -> None:
         (self._directory / "rows").mkdir()
@@ -191,12 +206,12 @@ class _Build:
     def _rows_per_shard(self, space: Space) -> int:
         """The rows of a shard: fewer than asked for where a file would outgrow its bytes."""
         layers = [self._source.manifest.layers[name] for name in space.layers]
-        widest = max(max(layer.d_in, layer.d_out) for layer in layers)
-        return max(1, min(self._shard_rows, SHARD_BYTES // (4 * widest)))
+        widest = max(max(self._row_bytes(layer)) for layer in layers)
+        return max(1, min(self._shard_rows, SHARD_BYTES // widest))
 
     def _largest_file(self) -> int:
         sizes = [
-            min(self._rows_per_shard(space), space.rows) * 4 * max(layer.d_in, layer.d_out)
+            min(self._rows_per_shard(space), space.rows) * max(self._row_bytes(layer))
             for space in self._spaces
             for layer in (self._source.manifest.layers[name] for name in space.layers)
         ]
@@ -222,7 +237,7 @@ class _Build:
         task, label = (codes[name][order] if name in codes else None for name in ("task", "label"))
         row = pa.array(np.arange(start, stop)[order])
         table = table.take(pa.array(order)).combine_chunks().add_column(0, "row", row)
-        name = f"rows/{number}-{len(space.shards):06}.parquet"
+        name = sidecar_file(number, len(space.shards))
         entry = write_atomic(self._directory / name, write_parquet(table))
         space.shards.append(
             SpaceShard(FileEntry(name, entry.bytes, entry.xxh3), start, stop - start)
@@ -249,7 +264,8 @@ class _Build:
             sketches = np.empty((stop - start, len(directions) + 1), np.float32)
         equal = self._equal_keys[layer.name]
         hashes = np.empty(stop - start, "S16") if equal.pays else None
-        stem = f"{layer_directory(layer.name)}/{len(space.shards) - 1:06}"
+        encodings = self._encodings[layer.name]
+        number = len(space.shards) - 1
 
         def pieces(*, values: bool) -> Iterator[tuple[PassRecord, np.ndarray, np.ndarray]]:
             records = self._source.passes(layer.name)
@@ -261,9 +277,10 @@ class _Build:
                 self._advance(rows.nbytes)
 
         def study(where: np.ndarray, rows: np.ndarray) -> None:
-            summary.add(where, rows)
+            keys = encodings[0].widen(rows)
+            summary.add(where, keys)
             if sketches is not None and directions is not None:
-                sketches[where] = sketch(rows, directions)
+                sketches[where] = sketch(keys, directions)
             if hashes is not None:
                 hashes[where] = digests(rows)
 
@@ -280,7 +297,7 @@ class _Build:
 
             def add(step: int, where: np.ndarray, rows: np.ndarray) -> None:
                 assert row_sum is not None
-                row_sum.add(step, keys_file.take(where), rows)
+                row_sum.add(step, keys_file.take(where), encodings[1].widen(rows))
 
             with BackgroundWorker() as background:
                 for record, where, rows in pieces(values=True):
@@ -289,15 +306,18 @@ class _Build:
                     file.put(where, rows)
 
         rows = stop - start
-        keys_file, keys = writer.keys(f"{stem}.keys.faiss", rows, layer.d_in, fill_keys)
+        name = shard_file(layer.name, number, "keys.faiss")
+        keys_file, keys = writer.keys(name, rows, layer.d_in, encodings[0], fill_keys)
         values = None
         if self._values:
-            values = writer.values(f"{stem}.values.npy", rows, layer.d_out, fill_values)
+            name = shard_file(layer.name, number, "values.npy")
+            values = writer.values(name, rows, layer.d_out, encodings[1], fill_values)
         keys_file.let_go()
-        entry = None if sketches is None else self._write_array(f"{stem}.sketch.npy", sketches)
-        sums = None
+        entry = sums = None
+        if sketches is not None:
+            entry = self._write_array(shard_file(layer.name, number, "sketch.npy"), sketches)
         if summary.sums is not None:
-            sums = self._write_array(f"{stem}.sums.npy", summary.sums)
+            sums = self._write_array(shard_file(layer.name, number, "sums.npy"), summary.sums)
         return _PendingShard(keys, values, entry, sums, summary)
 
     def _read_ahead(self, space: Space, start: int, stop: int) -> None:
@@ -318,7 +338,8 @@ class _Build:
         for i in np.random.default_rng(0).permutation(len(records)):
             if rows >= SAMPLE_ROWS:
                 break
-            sample.append(self._read(records[i], layer, values=False)[:SAMPLE_ROWS])
+            keys = self._read(records[i], layer, values=False)[:SAMPLE_ROWS]
+            sample.append(self._encodings[layer.name][0].widen(keys))
             rows += len(sample[-1])
         return leading_directions(sample) if sample else None
 
@@ -343,9 +364,7 @@ class _Build:
     def _start_equal_keys(self) -> dict[str, EqualKeysWriter]:
         most = MOST_KEYS // max(1, len(self._source.manifest.layers))
         return {
-            name: EqualKeysWriter(
-                self._directory, f"{layer_directory(name)}/equal.npy", space.rows, most
-            )
+            name: EqualKeysWriter(self._directory, layer_file(name, "equal.npy"), space.rows, most)
             for space in self._spaces
             for name in space.layers
         }
@@ -362,10 +381,15 @@ class _Build:
         return FileEntry(name, entry.bytes, entry.xxh3)
 
     def _read(self, record: PassRecord, layer: LayerSpec, *, values: bool) -> np.ndarray:
-        out = np.empty((record.rows, layer.d_out if values else layer.d_in), "<f4")
-        read = self._source.read_values if values else self._source.read_keys
-        read(record, out.reshape(-1).view(np.uint8))
-        return out
+        """A pass's keys or values, as the index stores them."""
+        if values:
+            rows, own = self._source.stored_values(record), record.values
+        else:
+            rows, own = self._source.stored_keys(record), record.keys
+        assert own is not None
+        if own.encoding != self._encodings[layer.name][values].name:
+            rows = encoding(own.encoding).widen(rows)
+        return rows.reshape(record.rows, layer.d_out if values else layer.d_in)
 
     def _advance(self, size: int) -> None:
         self._done += size
@@ -384,7 +408,7 @@ class _Build:
             for name in space.layers:
                 spec = source.manifest.layers[name]
                 directions = self._directions[name]
-                file = f"{layer_directory(name)}/directions.npy"
+                file = layer_file(name, "directions.npy")
                 layers[name] = IndexLayer(
                     name=name,
                     kind=spec.kind,
@@ -402,13 +426,17 @@ class _Build:
                     shards=shards[name],
                     rebuilt=self._write_row_sum(spec),
                     equal_keys=self._equal_keys[name].result(),
+                    key_encoding=self._encodings[name][0].name,
+                    value_encoding=self._encodings[name][1].name,
                 )
+        examples, payloads = write_payloads(source, self._directory) or (None, None)
         manifest = IndexManifest(
             steps=source.steps,
             optimizer=source.manifest.optimizer,
             complete=source.complete,
-            ledger=write_atomic(self._directory / "ledger.parquet", to_parquet(ledger_rows)),
-            examples=self._write_examples(),
+            ledger=write_atomic(self._directory / LEDGER, to_parquet(ledger_rows)),
+            examples=examples,
+            payloads=payloads,
             layers={name: layers[name] for name in source.manifest.layers},
             spaces=tuple(RowSpace(space.rows, tuple(space.shards)) for space in self._spaces),
         )
@@ -433,21 +461,6 @@ class _Build:
         parameters = [spec.weight] + ([] if spec.bias is None else [spec.bias])
         names = [n for n in state if n in parameters or n.partition(":")[2] in parameters]
         data = save_safetensors({n: np.ascontiguousarray(state[n]) for n in names})
-        name = f"{layer_directory(spec.name)}/{which}.safetensors"
+        name = layer_file(spec.name, f"{which}.safetensors")
         entry = write_atomic(self._directory / name, data)
         return FileEntry(name, entry.bytes, entry.xxh3)
-
-    def _write_examples(self) -> FileEntry | None:
-        path = self._directory / "examples.parquet"
-        writer: pq.ParquetWriter | None = None
-        for table in self._source.example_tables():
-            if writer is None:
-                writer = pq.ParquetWriter(path, table.schema, compression="none")
-            writer.write_table(table)
-        if writer is None:
-            return None
-        writer.close()
-        with open(path, "rb+") as file:
-            os.fsync(file.fileno())
-            data = file.read()
-        return FileEntry(path.name, len(data), digest(data))

@@ -21,7 +21,7 @@ _DIGEST = np.dtype("S16")
 
 
 def digests(keys: np.ndarray) -> np.ndarray:
-    """XXH3-128 of the bytes of each key, float32 [n, d]: S16 [n]."""
+    """XXH3-128 of the bytes of each key, [n, d] as stored: S16 [n]."""
     return np.frombuffer(b"".join(map(xxhash.xxh3_128_digest, keys)), _DIGEST)
 
 

@@ -19,8 +19,8 @@ from types import TracebackType
 import numpy as np
 
 from dualform.store.direct import create_direct, write_at
+from dualform.store.encoding import Encoding
 from dualform.store.files import FileEntry, digest
-from dualform.store.index import faiss_header, npy_header
 
 _ALIGNMENT = 4096
 _WRITE = 16 << 20
@@ -28,37 +28,46 @@ _BUFFERS = 2
 
 
 class ShardFile:
-    """One file of float32 rows, being filled.
+    """One file of rows, being filled.
 
     Args:
         header: What the file starts with.
         rows: Number of rows.
-        d: Floats per row.
+        d: Numbers per row.
+        encoding: How they are stored.
         memory: Page-aligned buffer for the whole file.
         free: Takes the buffer once it was let go of twice: by the writer and by the reader.
     """
 
     def __init__(
-        self, header: bytes, rows: int, d: int, memory: mmap.mmap, free: queue.Queue[mmap.mmap]
+        self,
+        header: bytes,
+        rows: int,
+        d: int,
+        encoding: Encoding,
+        memory: mmap.mmap,
+        free: queue.Queue[mmap.mmap],
     ) -> None:
+        self._encoding = encoding
         self._memory = memory
         self._free = free
         self._users = 2
         self._lock = threading.Lock()
-        self._bytes = len(header) + rows * d * 4
+        size = rows * encoding.row_bytes(d)
+        self._bytes = len(header) + size
         memory[: len(header)] = header
-        floats = np.frombuffer(memory, np.uint8, rows * d * 4, offset=len(header))
+        numbers = np.frombuffer(memory, np.uint8, size, offset=len(header))
         # One opaque item per row: scattering rows copies memory and nothing else.
-        self._rows = floats.view(np.dtype((np.void, d * 4)))
+        self._rows = numbers.view(np.dtype((np.void, encoding.row_bytes(d))))
 
     def put(self, positions: np.ndarray, rows: np.ndarray) -> None:
-        """Copy rows, float32 [n, d] and contiguous, to these positions."""
+        """Copy rows, [n, d] as they are stored and contiguous, to these positions."""
         self._rows[positions] = rows.reshape(-1).view(self._rows.dtype)
 
     def take(self, positions: np.ndarray) -> np.ndarray:
         """Rows that were put, float32 [n, d]; until the reader lets go."""
-        rows: np.ndarray = self._rows[positions].view(np.float32)
-        return rows.reshape(len(positions), -1)
+        rows: np.ndarray = self._rows[positions].view(self._encoding.stored)
+        return self._encoding.widen(rows.reshape(len(positions), -1))
 
     def let_go(self) -> None:
         """Called by the writer when the file is written, and once by who reads what was put."""
@@ -108,27 +117,34 @@ class ShardWriter:
         self._thread.shutdown(wait=True, cancel_futures=error is not None)
 
     def keys(
-        self, name: str, rows: int, d: int, fill: Callable[[ShardFile], None]
+        self, name: str, rows: int, d: int, encoding: Encoding, fill: Callable[[ShardFile], None]
     ) -> tuple[ShardFile, Future[FileEntry]]:
         """Fill a keys file, then write it in the background.
 
         Returns:
             The file, to be read and then let go of, and the future of its entry.
         """
-        return self._fill(name, faiss_header(d, rows), rows, d, fill)
+        return self._fill(name, encoding.keys_header(d, rows), rows, d, encoding, fill)
 
     def values(
-        self, name: str, rows: int, d: int, fill: Callable[[ShardFile], None]
+        self, name: str, rows: int, d: int, encoding: Encoding, fill: Callable[[ShardFile], None]
     ) -> Future[FileEntry]:
         """Likewise a values file, which nobody reads."""
-        file, written = self._fill(name, npy_header(rows, d), rows, d, fill)
+        header = encoding.values_header(rows, d)
+        file, written = self._fill(name, header, rows, d, encoding, fill)
         file.let_go()
         return written
 
     def _fill(
-        self, name: str, header: bytes, rows: int, d: int, fill: Callable[[ShardFile], None]
+        self,
+        name: str,
+        header: bytes,
+        rows: int,
+        d: int,
+        encoding: Encoding,
+        fill: Callable[[ShardFile], None],
     ) -> tuple[ShardFile, Future[FileEntry]]:
-        file = ShardFile(header, rows, d, self._free.get(), self._free)
+        file = ShardFile(header, rows, d, encoding, self._free.get(), self._free)
         fill(file)
 
         def write() -> FileEntry:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -17,9 +18,7 @@ from dualform.store.lock import WriterLock
 def workspace(target: Path) -> Iterator[Path]:
     """A locked, empty directory beside the target that becomes the target on success."""
     if os.path.lexists(target):
-        raise ExistsError(
-            f"{target} exists; an index is never overwritten: remove it or choose another path"
-        )
+        raise _exists(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     directory = target.with_name(f".{target.name}.partial")
     try:
@@ -33,8 +32,26 @@ def workspace(target: Path) -> Iterator[Path]:
             shutil.rmtree(directory)
         directory.mkdir()
         yield directory
-        os.rename(directory, target)
+        _publish(directory, target)
         sync_directory(target.parent)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
         lock.release()
+
+
+def _publish(directory: Path, target: Path) -> None:
+    """Rename, unless something has appeared under the target's name since the build began."""
+    if os.path.lexists(target):  # an empty folder would be replaced without a word
+        raise _exists(target)
+    try:
+        os.rename(directory, target)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise
+        raise _exists(target) from None
+
+
+def _exists(target: Path) -> ExistsError:
+    return ExistsError(
+        f"{target} exists; an index is never overwritten: remove it or choose another path"
+    )

@@ -13,8 +13,7 @@ import torch
 from dualform.record.buffers import host_array
 from dualform.record.errors import AnnotationError
 from dualform.record.nulls import filled, without_nulls
-from dualform.store.recording_format import ROW_COLUMNS
-from dualform.store.row_metadata import Block
+from dualform.store.row_metadata import ROW_COLUMNS, Block
 
 _KINDS = {"i": "int64", "u": "int64", "f": "float64", "b": "bool", "U": "string"}
 _NUMPY_FLOATS = (torch.float16, torch.float32, torch.float64)

@@ -10,6 +10,7 @@ from dualform.store.errors import (
     NoSpaceError,
     NotFoundError,
     StoreError,
+    TooManyFilesError,
     VersionError,
 )
 from dualform.store.index import IndexLayer, IndexManifest, LayerShard, RowSpace, SpaceShard
@@ -31,5 +32,6 @@ __all__ = [
     "RowSpace",
     "SpaceShard",
     "StoreError",
+    "TooManyFilesError",
     "VersionError",
 ]

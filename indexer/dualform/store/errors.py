@@ -5,6 +5,7 @@ StoreError
 ├── VersionError       written by a newer dualform
 ├── DamagedError       truncated, altered or incomplete; names the file
 ├── NoSpaceError       the disk is full
+├── TooManyFilesError  the process may open no more files
 └── ExistsError        the target is already there
     └── BusyError      another process writes it now; names that process
 """
@@ -46,6 +47,21 @@ class BusyError(ExistsError):
 
 class NoSpaceError(StoreError):
     """The disk cannot hold what was to be written; nothing half-written is left."""
+
+
+class TooManyFilesError(StoreError):
+    """The process, or the machine, has as many files open as it may.
+
+    Args:
+        path: The file that could not be opened.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        super().__init__(
+            f"{path} cannot be opened: this process has as many files open as it may; "
+            "raise the limit (`ulimit -n 4096`) or close what is not needed"
+        )
 
 
 class DamagedError(StoreError):

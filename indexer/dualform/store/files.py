@@ -1,22 +1,38 @@
-"""Files written so that a reader sees all of one or nothing: atomic replace, fsync, digests.
+"""Files written so that a reader sees all of one or nothing, and read without being believed.
 
-A digest is XXH3-64 in hexadecimal (docs/decisions/0001-checksums.md says why not CRC).
+Writing: atomic replace, fsync, digests. A digest is XXH3-64 in hexadecimal
+(docs/decisions/0001-checksums.md says why not CRC).
+
+Reading: a name that a manifest gives leads to a regular file below the manifest's folder or to
+DamagedError. No link is followed on the way, and no pipe, socket or device is opened.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-from collections.abc import Mapping
+import re
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from dualform.store.errors import DamagedError
+from dualform.store.errors import DamagedError, TooManyFilesError
 
 _CHUNK = 8 << 20
+_MOST_JSON = 1 << 30
+"""Bytes of a JSON file at most."""
+
+_DIGEST = re.compile(r"[0-9a-f]{16}")
+_MOST_BYTES = 2**62
+_FOLDER = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_DIRECTORY", 0)
+# Not to wait for a pipe's other end, should one take the file's place at the last moment.
+_FILE = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 @dataclass(frozen=True)
@@ -31,8 +47,22 @@ class FileEntry:
         return {"name": self.name, "bytes": self.bytes, "xxh3": self.xxh3}
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> FileEntry:
-        return cls(name=str(data["name"]), bytes=int(data["bytes"]), xxh3=str(data["xxh3"]))
+    def from_json(cls, data: Any) -> FileEntry:
+        """Read what `to_json` gave.
+
+        Raises:
+            ValueError: It is something else, or the name leads out of the manifest's folder.
+        """
+        if not isinstance(data, dict):
+            raise ValueError("a file entry must be an object with name, bytes and xxh3")
+        name, size, xxh3 = data.get("name"), data.get("bytes"), data.get("xxh3")
+        if not isinstance(name, str) or not _is_inside(name):
+            raise ValueError(f"name is {_short(name)}; it must be a path below the folder")
+        if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size < _MOST_BYTES:
+            raise ValueError(f"bytes is {_short(size)}; it must be a size")
+        if not isinstance(xxh3, str) or not _DIGEST.fullmatch(xxh3):
+            raise ValueError(f"xxh3 is {_short(xxh3)}; it must be 16 hexadecimal digits")
+        return cls(name, size, xxh3)
 
 
 def digest(data: Any) -> str:
@@ -87,8 +117,13 @@ def check_seal(path: Path, data: Mapping[str, Any], remedy: str) -> None:
 
 def read_json(path: Path, remedy: str) -> dict[str, Any]:
     """Read a JSON object; anything else is DamagedError with this remedy."""
+    with _opened(path.parent, path.name, remedy) as fd:
+        size = os.fstat(fd).st_size
+        if size > _MOST_JSON:
+            raise DamagedError(path, f"{size:,} bytes are no JSON of ours", remedy)
+        content = _read_all(fd)
     try:
-        data = json.loads(path.read_bytes())
+        data = json.loads(content, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise DamagedError(path, f"not valid JSON ({error})", remedy) from None
     if not isinstance(data, dict):
@@ -97,36 +132,153 @@ def read_json(path: Path, remedy: str) -> dict[str, Any]:
 
 
 def check_size(directory: Path, entry: FileEntry, remedy: str) -> Path:
-    """The file's path, once its size is what was written."""
+    """The file's path, once it is a regular file below the directory of the size written."""
+    status(directory, entry, remedy)
+    return directory / entry.name
+
+
+def status(directory: Path, entry: FileEntry, remedy: str) -> os.stat_result:
+    """What the system says of a file, once it is a regular one of the size that was written.
+
+    Raises:
+        DamagedError: It is missing, something else, or has another size.
+    """
     path = directory / entry.name
     try:
-        size = path.stat().st_size
-    except FileNotFoundError:
+        place = directory
+        for part in entry.name.split("/")[:-1]:
+            place = place / part
+            if not stat.S_ISDIR(os.lstat(place).st_mode):
+                raise DamagedError(path, f"{place.name} is not a folder", remedy)
+        found = os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
         raise DamagedError(path, "missing", remedy) from None
-    if size != entry.bytes:
-        raise DamagedError(path, f"{size:,} bytes where {entry.bytes:,} were written", remedy)
-    return path
+    _check_status(path, found, entry, remedy)
+    return found
+
+
+def identity(found: os.stat_result) -> tuple[int, ...]:
+    """What a file that was written again, or replaced by another, has not in common with itself."""
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+@contextmanager
+def opened(directory: Path, entry: FileEntry, remedy: str) -> Iterator[int]:
+    """A file open for reading: its descriptor, once it is a regular file of the size written.
+
+    Raises:
+        DamagedError: It is missing, something else, reached through a link, or has another size.
+        TooManyFilesError: The process may open no more files.
+    """
+    with _opened(directory, entry.name, remedy) as fd:
+        _check_status(directory / entry.name, os.fstat(fd), entry, remedy)
+        yield fd
 
 
 def check_digest(directory: Path, entry: FileEntry, remedy: str) -> Path:
     """The file's path, once its size and its digest are what was written. Reads the whole file."""
-    path = check_size(directory, entry, remedy)
+    with opened(directory, entry, remedy) as fd:
+        check_digest_of(fd, directory, entry, remedy)
+    return directory / entry.name
+
+
+def check_digest_of(fd: int, directory: Path, entry: FileEntry, remedy: str) -> None:
+    """The same for a file that is open."""
     hasher = xxhash.xxh3_64()
-    with open(path, "rb", buffering=0) as file:
-        while chunk := file.read(_CHUNK):
-            hasher.update(chunk)
-    if hasher.hexdigest() != entry.xxh3:
-        raise DamagedError(path, "its digest is not the one that was written", remedy)
-    return path
+    left, place = entry.bytes, 0
+    while left and (chunk := os.pread(fd, min(left, _CHUNK), place)):
+        hasher.update(chunk)
+        left -= len(chunk)
+        place += len(chunk)
+    if left or hasher.hexdigest() != entry.xxh3:
+        raise _altered(directory, entry, remedy)
 
 
 def read_checked(directory: Path, entry: FileEntry, remedy: str) -> bytes:
     """A small file's bytes, once they are what was written."""
-    path = check_size(directory, entry, remedy)
-    data = path.read_bytes()
-    if digest(data) != entry.xxh3:
-        raise DamagedError(path, "its digest is not the one that was written", remedy)
+    with opened(directory, entry, remedy) as fd:
+        data = _read_all(fd)
+    if len(data) != entry.bytes or digest(data) != entry.xxh3:
+        raise _altered(directory, entry, remedy)
     return data
+
+
+def read_some(directory: Path, entry: FileEntry, size: int, remedy: str) -> bytes:
+    """A file's first bytes, at most so many; under no digest."""
+    with opened(directory, entry, remedy) as fd:
+        return os.pread(fd, size, 0)
+
+
+def _altered(directory: Path, entry: FileEntry, remedy: str) -> DamagedError:
+    what = "its digest is not the one that was written"
+    return DamagedError(directory / entry.name, what, remedy)
+
+
+@contextmanager
+def _opened(directory: Path, name: str, remedy: str) -> Iterator[int]:
+    path = directory / name
+    try:
+        fd = _open_below(directory, name)
+    except FileNotFoundError:
+        raise DamagedError(path, "missing", remedy) from None
+    except NotADirectoryError:
+        raise DamagedError(path, "a link or a file where a folder belongs", remedy) from None
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise TooManyFilesError(path) from None
+        if error.errno in (errno.ELOOP, errno.EMLINK, errno.ENXIO):
+            raise DamagedError(path, "not a regular file", remedy) from None
+        raise OSError(error.errno, error.strerror, str(path)) from None
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise DamagedError(path, "not a regular file", remedy)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _open_below(directory: Path, name: str) -> int:
+    *folders, last = name.split("/")
+    place = os.open(directory, _FOLDER)
+    try:
+        for folder in folders:
+            inner = os.open(folder, _FOLDER | os.O_NOFOLLOW, dir_fd=place)
+            os.close(place)
+            place = inner
+        if not stat.S_ISREG(os.stat(last, dir_fd=place, follow_symlinks=False).st_mode):
+            raise OSError(errno.ENXIO, os.strerror(errno.ENXIO))  # opening a device may do things
+        return os.open(last, _FILE, dir_fd=place)
+    finally:
+        os.close(place)
+
+
+def _check_status(path: Path, found: os.stat_result, entry: FileEntry, remedy: str) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise DamagedError(path, "not a regular file", remedy)
+    if found.st_size != entry.bytes:
+        what = f"{found.st_size:,} bytes where {entry.bytes:,} were written"
+        raise DamagedError(path, what, remedy)
+
+
+def _read_all(fd: int) -> bytes:
+    parts = []
+    while part := os.read(fd, _CHUNK):
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _is_inside(name: str) -> bool:
+    parts = name.split("/")
+    return "\0" not in name and all(part not in ("", ".", "..") for part in parts)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
 
 
 def _canonical(data: Mapping[str, Any]) -> bytes:

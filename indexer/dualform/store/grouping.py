@@ -30,12 +30,14 @@ class Grouping:
 
 
 def group(column: pa.Array) -> Grouping:
-    """Group rows by a column of int64, float64, string or bool.
+    """Group rows by a column of int64, float64, string (also as a dictionary) or bool.
 
     Equal numbers are one group (-0.0 is 0.0), and so are all NaNs.
     """
     if pa.types.is_floating(column.type):
         column = pc.if_else(pc.is_nan(column), math.nan, pc.add(column, 0.0))
+    if pa.types.is_dictionary(column.type):
+        column = _compact(column)
     encoded = column.dictionary_encode()
     values = encoded.dictionary
     if pa.types.is_boolean(values.type):  # pyarrow does not sort them
@@ -50,3 +52,13 @@ def group(column: pa.Array) -> Grouping:
     if column.null_count:
         values = pa.concat_arrays([values, pa.nulls(1, values.type)])
     return Grouping(values, rank[codes])
+
+
+def _compact(column: pa.DictionaryArray) -> pa.DictionaryArray:
+    """The same rows with a dictionary of what they have, each value once and none of them null."""
+    distinct = column.dictionary.dictionary_encode()
+    own = distinct.indices.take(column.indices)
+    used = pc.unique(own).drop_null()
+    table = np.zeros(len(distinct.dictionary), np.int32)
+    table[used.to_numpy()] = np.arange(len(used), dtype=np.int32)
+    return pa.DictionaryArray.from_arrays(pa.array(table).take(own), distinct.dictionary.take(used))

@@ -1,4 +1,4 @@
-"""The index on disk: its manifest, and the headers of its shard files (docs/format.md, *Index*).
+"""The index on disk: its manifest, and what is read beside its shards (docs/format.md, *Index*).
 
 A published index is immutable. `manifest.json` is written last, so a directory without one is no
 index. Every other file is named in it with its size and digest.
@@ -6,128 +6,59 @@ index. Every other file is named in it with its size and digest.
 
 from __future__ import annotations
 
-import io
-import struct
+import math
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import numpy as np
+import pyarrow as pa
 
+from dualform.store.encoding import FLOAT32, NPY_HEADER_BYTES, npy_header
 from dualform.store.errors import DamagedError, NotFoundError, VersionError
-from dualform.store.files import (
-    FileEntry,
-    check_seal,
-    digest,
-    read_checked,
-    read_json,
-    write_sealed,
+from dualform.store.fields import Fields, wrong
+from dualform.store.files import FileEntry, check_seal, read_checked, read_json, write_sealed
+from dualform.store.index_check import first_dtype, read_layers, read_spaces
+from dualform.store.index_parts import (
+    EXAMPLES,
+    LEDGER,
+    PAYLOADS,
+    EqualKeys,
+    IndexLayer,
+    LayerShard,
+    RowSpace,
+    SpaceShard,
+    layer_directory,
 )
-from dualform.store.ledger import InexactMark, Ledger, from_parquet
+from dualform.store.ledger import Ledger, from_parquet
+
+__all__ = [
+    "REBUILD",
+    "EqualKeys",
+    "IndexLayer",
+    "IndexManifest",
+    "LayerShard",
+    "RowSpace",
+    "SpaceShard",
+    "first_dtype",
+    "first_header",
+    "layer_directory",
+    "read_array",
+    "read_first",
+    "runs",
+]
 
 FORMAT = "dualform-index"
-VERSION = 1
+VERSION = 2
+"""The newest that this program reads. 2 knows encodings of keys and values, and
+payloads beside their table."""
 MANIFEST = "manifest.json"
 REBUILD = "rebuild the index with `dualform index build`"
 
 INITIAL = "initial:"
 """In a rebuilt file: what the initial state became, by "initial:<parameter>"."""
-
-FAISS_HEADER_BYTES = 45
-NPY_HEADER_BYTES = 128
-
-# Characters: file systems take 255 bytes.
-_LONGEST_NAME = 200
-
-
-@dataclass(frozen=True)
-class LayerShard:
-    """One layer's rows of one shard.
-
-    Attributes:
-        keys: IndexFlatIP file, float32 [n, d_in], rows in sidecar order.
-        values: .npy file, float32 [n, d_out], or None for an index without values.
-        max_norm: Upper bound of the finite keys' Euclidean norms.
-        nonfinite: Half-open ranges of positions inside the shard whose key is not finite.
-        sketch: .npy file, float32 [n, m + 1], the keys' sketches, or None without any.
-        sums: .npy file, float64 [runs, d_in], the sum of the keys of each run of rows with the same
-            (task, label), in order; None where runs are too many.
-        nonnegative: No key has a negative number.
-    """
-
-    keys: FileEntry
-    values: FileEntry | None
-    sketch: FileEntry | None
-    sums: FileEntry | None
-    nonnegative: bool
-    max_norm: float
-    nonfinite: tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True)
-class EqualKeys:
-    """Which rows of a layer have the same key, byte for byte.
-
-    Attributes:
-        distinct: Number of distinct keys.
-        first: .npy file, int32 [rows] (int64 of 2^31 rows or more): for each position the first one
-            with the same key.
-    """
-
-    distinct: int
-    first: FileEntry
-
-
-@dataclass(frozen=True)
-class IndexLayer:
-    """A layer: where its weights, keys and values are, and how far it is exact.
-
-    Attributes:
-        directions: .npy file, float32 [m, d_in], the P of its sketches, or None without any.
-        states: After so many steps, ascending: weight, bias and momentum buffers, as in `initial`.
-        rebuilt: Safetensors file, float64 by parameter: what all rows add up to with the trained
-            layer's coefficients, sum c_t e_t (x) x_t and, for the bias, sum c'_t e_t. Where rows
-            have no coefficients (Adam and its kin) what they became by being followed, and under
-            "initial:<parameter>" what the initial state became. None where the optimizer is of no
-            known family, without values, or where that is not finite.
-        equal_keys: None where keys come again too seldom, or where nobody looked.
-    """
-
-    name: str
-    kind: str
-    d_in: int
-    d_out: int
-    weight: str
-    bias: str | None
-    space: int
-    values: bool
-    inexact: tuple[InexactMark, ...]
-    directions: FileEntry | None
-    initial: FileEntry
-    final: FileEntry | None
-    states: tuple[tuple[int, FileEntry], ...]
-    shards: tuple[LayerShard, ...]
-    rebuilt: FileEntry | None = None
-    equal_keys: EqualKeys | None = None
-
-
-@dataclass(frozen=True)
-class SpaceShard:
-    """Row ids [start, start + rows) of a row space, and the sidecar that holds their metadata."""
-
-    sidecar: FileEntry
-    start: int
-    rows: int
-
-
-@dataclass(frozen=True)
-class RowSpace:
-    """The rows of all layers that saw the same passes."""
-
-    rows: int
-    shards: tuple[SpaceShard, ...]
 
 
 @dataclass(frozen=True)
@@ -138,6 +69,8 @@ class IndexManifest:
         steps: Optimizer steps of the training run.
         optimizer: The optimizer's class name.
         complete: The recording was closed in an orderly way (final weights are there).
+        examples: Where the payloads of example ids lie, or, of an older index, they themselves.
+        payloads: Their bytes.
         layers: By name, as in `model.named_modules()`.
     """
 
@@ -146,6 +79,7 @@ class IndexManifest:
     complete: bool
     ledger: FileEntry
     examples: FileEntry | None
+    payloads: FileEntry | None
     layers: Mapping[str, IndexLayer]
     spaces: tuple[RowSpace, ...]
 
@@ -153,7 +87,8 @@ class IndexManifest:
         """Write `manifest.json` atomically; this publishes what the directory holds."""
         data = asdict(self)
         data["layers"] = [asdict(layer) for layer in self.layers.values()]
-        write_sealed(directory / MANIFEST, {"format": FORMAT, "version": VERSION, **data})
+        head = {"format": FORMAT, "version": self._version()}
+        write_sealed(directory / MANIFEST, {**head, **data})
 
     @classmethod
     def load(cls, directory: Path) -> IndexManifest:
@@ -165,7 +100,7 @@ class IndexManifest:
             DamagedError: Not what `save` writes.
         """
         path = directory / MANIFEST
-        if not path.is_file():
+        if not os.path.lexists(path):
             raise NotFoundError(
                 f"{directory} is not an index (no {MANIFEST}); "
                 "build one with `dualform index build RECORDING INDEX`"
@@ -184,48 +119,67 @@ class IndexManifest:
             )
         check_seal(path, data, REBUILD)
         try:
-            return _manifest(data)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise DamagedError(path, f"a field is missing or wrong ({error!r})", REBUILD) from None
+            Fields(data).integer("version", 1, VERSION)
+            return cls._read(Fields(data))
+        except ValueError as error:
+            raise DamagedError(path, f"a field is wrong: {error}", REBUILD) from None
+
+    @classmethod
+    def _read(cls, data: Fields) -> IndexManifest:
+        steps = data.integer("steps", 1)
+        spaces = read_spaces(data)
+        manifest = cls(
+            steps=steps,
+            optimizer=data.text("optimizer"),
+            complete=data.boolean("complete"),
+            ledger=data.entry("ledger"),
+            examples=data.optional_entry("examples"),
+            payloads=data.optional_entry("payloads"),
+            layers=read_layers(data, spaces, steps),
+            spaces=spaces,
+        )
+        for entry, name in (
+            (manifest.ledger, LEDGER),
+            (manifest.examples, EXAMPLES),
+            (manifest.payloads, PAYLOADS),
+        ):
+            if entry is not None and entry.name != name:
+                raise wrong(name, entry.name, f"called {name}")
+        if manifest.payloads is not None and manifest.examples is None:
+            raise wrong("payloads", manifest.payloads.name, "null, as examples is")
+        return manifest
+
+    def _version(self) -> int:
+        """The oldest that can say all this."""
+        used = {name for own in self.layers.values() for name in own.encodings}
+        return 1 if used <= {FLOAT32.name} and self.payloads is None else VERSION
 
     def load_ledger(self, directory: Path) -> Ledger:
-        """Read the ledger of the whole run."""
-        return Ledger(from_parquet(read_checked(directory, self.ledger, REBUILD)), self.steps)
+        """Read the ledger of the whole run.
 
-
-def layer_directory(name: str) -> str:
-    """A layer's directory in the index: its name, percent-encoded ("%root": the root module).
-
-    A name that no directory can have is changed: dots alone are encoded too, and a long name ends
-    in a digest of the whole.
-    """
-    encoded = quote(name, safe="") or "%root"
-    if not encoded.strip("."):
-        encoded = encoded.replace(".", "%2E")
-    if len(encoded) > _LONGEST_NAME:
-        encoded = f"{encoded[:_LONGEST_NAME]}%{digest(name.encode())}"
-    return f"layers/{encoded}"
-
-
-def faiss_header(d: int, n: int) -> bytes:
-    """The 45 bytes that make n*d float32 after them a file of `faiss.IndexFlatIP`."""
-    inner_product = 0
-    return b"IxFI" + struct.pack("<iqqq?iQ", d, n, 1 << 20, 1 << 20, True, inner_product, n * d)
-
-
-def npy_header(rows: int, d: int) -> bytes:
-    """The 128 bytes that make rows*d float32 after them a .npy file [rows, d]."""
-    return _npy_header("<f4", (rows, d))
-
-
-def first_dtype(rows: int) -> np.dtype[Any]:
-    """Of a layer's positions in `EqualKeys.first`."""
-    return np.dtype("<i4" if rows < 2**31 else "<i8")
+        Raises:
+            DamagedError: Not what was written, or not one row per step of every layer's parameters.
+        """
+        path = directory / self.ledger.name
+        data = read_checked(directory, self.ledger, REBUILD)
+        try:
+            rows = from_parquet(data)
+            if len(rows) < self.steps:  # before anything is made for so many steps
+                raise ValueError(f"{len(rows):,} rows for {self.steps:,} steps")
+            ledger = Ledger(rows, self.steps)
+        except (pa.ArrowException, OSError, TypeError, ValueError) as error:
+            raise DamagedError(path, f"not a ledger ({error})", REBUILD) from None
+        for layer in self.layers.values():
+            for parameter in (layer.weight, layer.bias):
+                if parameter is not None and parameter not in ledger.parameters:
+                    what = f"it has no row of {parameter}, which layer {layer.name!r} names"
+                    raise DamagedError(path, what, REBUILD)
+        return ledger
 
 
 def first_header(rows: int) -> bytes:
     """The 128 bytes that make the positions after them a .npy file [rows]."""
-    return _npy_header(first_dtype(rows).str, (rows,))
+    return npy_header(first_dtype(rows).str, (rows,))
 
 
 def read_first(directory: Path, own: EqualKeys, rows: int) -> np.ndarray:
@@ -234,32 +188,42 @@ def read_first(directory: Path, own: EqualKeys, rows: int) -> np.ndarray:
     Raises:
         DamagedError: Not what was written, or no such file.
     """
-    data = read_checked(directory, own.first, REBUILD)
-    header, dtype = first_header(rows), first_dtype(rows)
+    first = read_array(directory, own.first, first_dtype(rows), (rows,))
+    places = np.arange(rows, dtype=first.dtype)
     wrong = None
-    first = np.zeros(0, dtype)
-    if data[: len(header)] != header or len(data) != len(header) + rows * dtype.itemsize:
-        wrong = "its header is not the manifest's"
-    else:
-        first = np.frombuffer(data, dtype, offset=len(header))
-        places = np.arange(rows, dtype=dtype)
-        if ((first < 0) | (first > places)).any() or (first[first] != first).any():
-            wrong = "a row is not the first with its key"
-        elif np.count_nonzero(first == places) != own.distinct:
-            wrong = "its distinct keys are not as many as the manifest's"
+    if ((first < 0) | (first > places)).any() or (first[first] != first).any():
+        wrong = "a row is not the first with its key"
+    elif np.count_nonzero(first == places) != own.distinct:
+        wrong = "its distinct keys are not as many as the manifest's"
     if wrong is not None:
         raise DamagedError(directory / own.first.name, wrong, REBUILD)
     return first
 
 
-def _npy_header(descr: str, shape: tuple[int, ...]) -> bytes:
-    buffer = io.BytesIO()
-    header = {"descr": descr, "fortran_order": False, "shape": shape}
-    np.lib.format.write_array_header_1_0(buffer, header)
-    data = buffer.getvalue()
-    if len(data) != NPY_HEADER_BYTES:
-        raise ValueError(f"unexpected .npy header of {len(data)} bytes")
-    return data
+def read_array(
+    directory: Path, entry: FileEntry, dtype: np.dtype[Any], shape: tuple[int, ...]
+) -> np.ndarray:
+    """A .npy file of this dtype and shape; nothing is taken from its own header.
+
+    Args:
+        directory: The index.
+        entry: The file.
+        dtype: Little-endian.
+        shape: -1 as its first number: as many as the file has bytes for.
+
+    Raises:
+        DamagedError: Not what was written, or no such file.
+    """
+    data = read_checked(directory, entry, REBUILD)
+    if shape[0] < 0:
+        row = dtype.itemsize * math.prod(shape[1:])
+        shape = (max(0, len(data) - NPY_HEADER_BYTES) // row, *shape[1:])
+    header = npy_header(dtype.str, shape)
+    if data[: len(header)] != header or len(data) != len(header) + dtype.itemsize * math.prod(
+        shape
+    ):
+        raise DamagedError(directory / entry.name, "its header is not the manifest's", REBUILD)
+    return np.frombuffer(data, dtype, offset=len(header)).reshape(shape)
 
 
 def runs(task: np.ndarray | None, label: np.ndarray | None, rows: int) -> np.ndarray:
@@ -278,68 +242,3 @@ def runs(task: np.ndarray | None, label: np.ndarray | None, rows: int) -> np.nda
         if codes is not None:
             new[1:] |= codes[1:] != codes[:-1]
     return np.flatnonzero(new)
-
-
-def _manifest(data: dict[str, Any]) -> IndexManifest:
-    layers = [_layer(layer) for layer in data["layers"]]
-    spaces = tuple(
-        RowSpace(
-            int(space["rows"]),
-            tuple(
-                SpaceShard(FileEntry.from_json(s["sidecar"]), int(s["start"]), int(s["rows"]))
-                for s in space["shards"]
-            ),
-        )
-        for space in data["spaces"]
-    )
-    return IndexManifest(
-        steps=int(data["steps"]),
-        optimizer=str(data["optimizer"]),
-        complete=bool(data["complete"]),
-        ledger=FileEntry.from_json(data["ledger"]),
-        examples=_entry(data["examples"]),
-        layers={layer.name: layer for layer in layers},
-        spaces=spaces,
-    )
-
-
-def _layer(data: dict[str, Any]) -> IndexLayer:
-    return IndexLayer(
-        name=str(data["name"]),
-        kind=str(data["kind"]),
-        d_in=int(data["d_in"]),
-        d_out=int(data["d_out"]),
-        weight=str(data["weight"]),
-        bias=None if data["bias"] is None else str(data["bias"]),
-        space=int(data["space"]),
-        values=bool(data["values"]),
-        inexact=tuple(InexactMark(int(m["from_step"]), str(m["reason"])) for m in data["inexact"]),
-        directions=_entry(data["directions"]),
-        initial=FileEntry.from_json(data["initial"]),
-        final=_entry(data["final"]),
-        states=tuple((int(j), FileEntry.from_json(file)) for j, file in data.get("states", ())),
-        shards=tuple(
-            LayerShard(
-                keys=FileEntry.from_json(s["keys"]),
-                values=_entry(s["values"]),
-                sketch=_entry(s["sketch"]),
-                sums=_entry(s["sums"]),
-                nonnegative=bool(s["nonnegative"]),
-                max_norm=float(s["max_norm"]),
-                nonfinite=tuple((int(a), int(b)) for a, b in s["nonfinite"]),
-            )
-            for s in data["shards"]
-        ),
-        rebuilt=_entry(data.get("rebuilt")),
-        equal_keys=_equal_keys(data.get("equal_keys")),
-    )
-
-
-def _equal_keys(data: dict[str, Any] | None) -> EqualKeys | None:
-    if data is None:
-        return None
-    return EqualKeys(int(data["distinct"]), FileEntry.from_json(data["first"]))
-
-
-def _entry(data: dict[str, Any] | None) -> FileEntry | None:
-    return None if data is None else FileEntry.from_json(data)

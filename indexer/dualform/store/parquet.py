@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import io
+import os
+from collections.abc import Iterator
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 
-def read_parquet(data: bytes, schema: pa.Schema | None = None) -> pa.Table:
+def read_parquet(
+    data: bytes,
+    schema: pa.Schema | None = None,
+    *,
+    rows: int | None = None,
+    dictionaries: bool = False,
+) -> pa.Table:
     """A whole Parquet file's table.
 
     Without Arrow's threads: the files are small, and a process that ends while threads
@@ -17,13 +25,23 @@ def read_parquet(data: bytes, schema: pa.Schema | None = None) -> pa.Table:
     Args:
         data: The file.
         schema: What the columns must be; None takes the file's own.
+        rows: How many there must be; looked at before any of them is decoded. None takes any.
+        dictionaries: Whether text comes as dictionaries: a long one that many rows have is there
+            once, however often it would be written out.
 
     Raises:
-        pyarrow.ArrowException: Not Parquet, or not of that schema.
+        pyarrow.ArrowException, OSError: Not Parquet, or not of that schema or number of rows.
     """
     # Not pq.read_table: it goes through a data set's scanner, which is made for larger things.
     # Nor buffered ahead, which is a thread too.
     file = pq.ParquetFile(pa.BufferReader(data), pre_buffer=False)
+    if dictionaries:
+        text = [
+            own.name for own in file.schema_arrow if own.type in (pa.string(), pa.large_string())
+        ]
+        file = pq.ParquetFile(pa.BufferReader(data), pre_buffer=False, read_dictionary=text)
+    if rows is not None and file.metadata.num_rows != rows:
+        raise pa.ArrowInvalid(f"{file.metadata.num_rows:,} rows where {rows:,} belong")
     table = file.read(use_threads=False)
     if schema is None:
         return table
@@ -32,16 +50,40 @@ def read_parquet(data: bytes, schema: pa.Schema | None = None) -> pa.Table:
     return table.cast(schema)
 
 
-def write_parquet(table: pa.Table) -> bytes:
+def batches(fd: int, rows: int = 16) -> Iterator[pa.RecordBatch]:
+    """A Parquet file's rows, a few at a time, in memory bounded by them and a page.
+
+    Args:
+        fd: The open file; it stays open.
+        rows: Of a batch, at most.
+
+    Raises:
+        pyarrow.ArrowException, OSError: Not Parquet.
+    """
+    with os.fdopen(os.dup(fd), "rb") as source:
+        file = pq.ParquetFile(source, pre_buffer=False, buffer_size=1 << 20)
+        yield from file.iter_batches(batch_size=rows, use_threads=False)
+
+
+def write_parquet(table: pa.Table, group_bytes: int | None = None) -> bytes:
     """A table as a Parquet file.
+
+    Args:
+        table: What is written.
+        group_bytes: Of a row group, about; who reads large values a few at a time needs memory for
+            a group. None: all in one.
 
     Integers are written as differences: half the time and two thirds of the size of dictionaries.
     """
     integers = [field.name for field in table.schema if field.type == pa.int64()]
     sink = io.BytesIO()
+    rows = None
+    if group_bytes is not None:
+        rows = max(1, group_bytes * len(table) // max(1, table.nbytes))
     pq.write_table(
         table,
         sink,
+        row_group_size=rows,
         compression="zstd",
         use_dictionary=[name for name in table.column_names if name not in integers],
         column_encoding=dict.fromkeys(integers, "DELTA_BINARY_PACKED"),

@@ -8,20 +8,32 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 from safetensors.numpy import load as load_safetensors
 
+from dualform.store.encoding import FLOAT32, encoding
 from dualform.store.errors import DamagedError, NotFoundError
-from dualform.store.files import FileEntry, check_size, digest, read_checked
+from dualform.store.fields import Fields, wrong
+from dualform.store.files import (
+    FileEntry,
+    check_digest_of,
+    check_size,
+    digest,
+    opened,
+    read_checked,
+)
 from dualform.store.ledger import InexactMark, Ledger, LedgerRow, from_parquet
-from dualform.store.parquet import read_parquet
+from dualform.store.parquet import batches, read_parquet
 from dualform.store.recording_format import (
     CLOSED,
     EXAMPLES,
+    FINAL,
     RERECORD,
     SEGMENTS,
     LayerSpec,
@@ -42,6 +54,8 @@ __all__ = [
     "RecordingManifest",
     "Span",
 ]
+
+_TABLE = re.compile(r"([0-9]{6,12})\.json")
 
 
 class Recording:
@@ -103,17 +117,16 @@ class Recording:
         """
         path = Path(path)
         manifest = RecordingManifest.load(path)
-        closed = read_sealed(path / CLOSED) if (path / CLOSED).exists() else None
-        numbers = sorted(int(file.stem) for file in (path / SEGMENTS).glob("[0-9]*.json"))
-        expected = len(numbers) if closed is None else int(closed["segments"])
-        for number in range(max(expected, max(numbers, default=-1) + 1)):
-            if number not in set(numbers):
-                missing = path / SEGMENTS / segment_name(number, "json")
-                raise DamagedError(missing, "missing", RERECORD)
-        segments = [_load_segment(path, number, manifest) for number in numbers]
-        _check_sequence(path, segments, None if closed is None else int(closed["steps"]))
-        final = None if closed is None else FileEntry.from_json(closed["final"])
-        return cls(path, manifest, segments, final)
+        closed = _read_closed(path) if os.path.lexists(path / CLOSED) else None
+        numbers = _segment_numbers(path)
+        expected = len(numbers) if closed is None else closed.segments
+        last = max(numbers, default=-1)
+        missing = next((n for n in range(last + 1) if n not in numbers), last + 1)
+        if missing < max(expected, last + 1):
+            raise DamagedError(path / SEGMENTS / segment_name(missing, "json"), "missing", RERECORD)
+        segments = [_load_segment(path, number, manifest) for number in sorted(numbers)]
+        _check_sequence(path, segments, None if closed is None else closed.steps)
+        return cls(path, manifest, segments, None if closed is None else closed.final)
 
     def close(self) -> None:
         """Let go of open files; the recording can still be read after, and reopens them."""
@@ -136,8 +149,27 @@ class Recording:
         rows: list[LedgerRow] = []
         for segment in self.segments:
             data = read_checked(self._directory, segment.ledger, RERECORD)
-            rows.extend(from_parquet(data))
-        return Ledger(rows, self.steps)
+            path = self._directory / segment.ledger.name
+            try:
+                own = from_parquet(data)
+            except (pa.ArrowException, OSError, TypeError, ValueError) as error:
+                raise DamagedError(path, f"not a ledger ({error})", RERECORD) from None
+            steps = range(segment.first_step, segment.first_step + segment.steps)
+            if any(row.step not in steps for row in own):
+                raise DamagedError(path, "it has steps of another segment", RERECORD)
+            rows.extend(own)
+        try:
+            if len(rows) < self.steps:  # before anything is made for so many steps
+                raise ValueError(f"{len(rows):,} rows of ledger for {self.steps:,} steps")
+            ledger = Ledger(rows, self.steps)
+        except ValueError as error:
+            raise DamagedError(self._directory, str(error), RERECORD) from None
+        for spec in self.manifest.layers.values():
+            for parameter in spec.parameters:
+                if self.steps and parameter not in ledger.parameters:
+                    what = f"the ledgers have no row of {parameter}, which the manifest names"
+                    raise DamagedError(self._directory, what, RERECORD)
+        return ledger
 
     def passes(self, layer: str) -> Sequence[PassRecord]:
         """A layer's passes, in the order of its row ids."""
@@ -168,26 +200,39 @@ class Recording:
         return pa.concat_tables(parts) if parts else self.schema.empty_table()
 
     def read_keys(self, record: PassRecord, out: memoryview | np.ndarray) -> None:
-        """Read a pass's keys into `out`: record.keys.nbytes bytes, float32 [rows, d_in].
+        """Read a pass's keys into `out`, float32 [rows, d_in], in whatever encoding they are.
 
         Raises:
             DamagedError: They are not what was written.
             ValueError: `out` has another size.
         """
-        self._read(record.segment, record.keys, out)
+        self._widen(record.segment, record.keys, out)
 
     def read_values(self, record: PassRecord, out: memoryview | np.ndarray) -> None:
-        """Read a pass's values into `out`: record.values.nbytes bytes, float32 [rows, d_out].
+        """Read a pass's values into `out`, float32 [rows, d_out], likewise.
 
         Raises:
             DamagedError: They are not what was written.
             ValueError: `out` has another size, or the recording holds keys alone.
         """
-        if record.values is None:
-            raise ValueError(
-                f"{self.path} holds keys alone; record with Recorder(..., values=True)"
-            )
-        self._read(record.segment, record.values, out)
+        self._widen(record.segment, self._values_of(record), out)
+
+    def stored_keys(self, record: PassRecord) -> np.ndarray:
+        """A pass's keys as they are stored, [rows, d_in] of their encoding's NumPy dtype.
+
+        Raises:
+            DamagedError: They are not what was written.
+        """
+        return self._stored(record, record.keys)
+
+    def stored_values(self, record: PassRecord) -> np.ndarray:
+        """A pass's values likewise, [rows, d_out].
+
+        Raises:
+            DamagedError: They are not what was written.
+            ValueError: The recording holds keys alone.
+        """
+        return self._stored(record, self._values_of(record))
 
     def read_ahead(self, segment: int) -> None:
         """Ask the operating system to read a segment's passes into the page cache.
@@ -229,20 +274,45 @@ class Recording:
         ]
 
     def example_tables(self) -> Iterator[pa.Table]:
-        """Payloads as they were added: id (int64 or string), kind ("png", "bytes", "text"), data.
+        """Payloads as they were added, a few at a time: id (int64 or string), kind ("png", "bytes",
+        "text"), data. Text is UTF-8.
 
-        Text is UTF-8.
+        Raises:
+            DamagedError: A file is not what was written.
         """
         for segment in self.segments:
             for entry in segment.examples:
-                yield _read_parquet(self.path / EXAMPLES, entry)
+                directory = self.path / EXAMPLES
+                with opened(directory, entry, RERECORD) as fd:
+                    check_digest_of(fd, directory, entry, RERECORD)
+                    try:
+                        for batch in batches(fd):
+                            if batch.schema.names != ["id", "kind", "data"]:
+                                raise pa.ArrowInvalid(f"columns {batch.schema.names}")
+                            yield pa.Table.from_batches([batch])
+                    except (pa.ArrowException, OSError) as error:
+                        what = f"not payloads ({error})"
+                        raise DamagedError(directory / entry.name, what, RERECORD) from None
 
     def _state(self, directory: Path, entry: FileEntry) -> dict[str, np.ndarray]:
-        return dict(load_safetensors(read_checked(directory, entry, RERECORD)))
+        data = read_checked(directory, entry, RERECORD)
+        try:
+            state = dict(load_safetensors(data))
+        except Exception as error:  # safetensors has errors of its own, and its readers' others
+            what = f"not a state ({error})"
+            raise DamagedError(directory / entry.name, what, RERECORD) from None
+        for spec in self.manifest.layers.values():
+            shapes = {spec.weight: (spec.d_out, spec.d_in), spec.bias: (spec.d_out,)}
+            for name, shape in shapes.items():
+                own = shape if name not in state else state[name].shape
+                if own != shape:
+                    what = f"{name} is {list(own)} where the manifest says {list(shape)}"
+                    raise DamagedError(directory / entry.name, what, RERECORD)
+        return state
 
     def _rows_of(self, segment: SegmentTable) -> pa.Table:
         if self._open_rows is None or self._open_rows[0] != segment.number:
-            table = _read_parquet(self._directory, segment.rows)
+            table = self._read_rows(segment)
             arrays = [
                 table[field.name]
                 if field.name in table.column_names
@@ -252,11 +322,49 @@ class Recording:
             self._open_rows = (segment.number, pa.Table.from_arrays(arrays, schema=self.schema))
         return self._open_rows[1]
 
-    def _read(self, segment: int, span: Span, out: memoryview | np.ndarray) -> None:
-        given = out.data if isinstance(out, np.ndarray) else out
-        view = given.cast("B") if given.nbytes else memoryview(b"")
-        if len(view) != span.nbytes:
-            raise ValueError(f"the record has {span.nbytes:,} bytes, `out` has {len(view):,}")
+    def _read_rows(self, segment: SegmentTable) -> pa.Table:
+        """A segment's metadata, once it is that of its passes."""
+        path = self._directory / segment.rows.name
+        data = read_checked(self._directory, segment.rows, RERECORD)
+        try:
+            table = read_parquet(data, row_schema(segment.columns), rows=sum(segment.block_rows))
+        except (pa.ArrowException, OSError) as error:
+            raise DamagedError(path, f"not metadata of rows ({error})", RERECORD) from None
+        steps = np.full(len(segment.block_rows), -1, np.int64)
+        for _, record in segment.passes:
+            steps[record.block - segment.first_block] = record.step
+        known = np.repeat(steps, segment.block_rows)
+        if not np.array_equal(known[known >= 0], table["step"].to_numpy()[known >= 0]):
+            raise DamagedError(path, "its rows' steps are not those of its passes", RERECORD)
+        return table
+
+    def _values_of(self, record: PassRecord) -> Span:
+        if record.values is None:
+            raise ValueError(
+                f"{self.path} holds keys alone; record with Recorder(..., values=True)"
+            )
+        return record.values
+
+    def _stored(self, record: PassRecord, span: Span) -> np.ndarray:
+        stored = encoding(span.encoding).stored
+        rows = np.empty(span.nbytes // stored.itemsize, stored)
+        self._read(record.segment, span, _bytes(rows))
+        return rows.reshape(record.rows, -1) if record.rows else rows.reshape(0, 1)
+
+    def _widen(self, segment: int, span: Span, out: memoryview | np.ndarray) -> None:
+        view, own = _bytes(out), encoding(span.encoding)
+        numbers = span.nbytes // own.stored.itemsize
+        size = numbers * FLOAT32.stored.itemsize
+        if len(view) != size:
+            raise ValueError(f"the record has {size:,} bytes, `out` has {len(view):,}")
+        if span.encoding == FLOAT32.name:
+            self._read(segment, span, view)
+            return
+        rows = np.empty(numbers, own.stored)
+        self._read(segment, span, _bytes(rows))
+        view[:] = _bytes(own.widen(rows))
+
+    def _read(self, segment: int, span: Span, view: memoryview) -> None:
         if self._open_bin is None or self._open_bin[0] != segment:
             if self._open_bin is not None:
                 os.close(self._open_bin[1])
@@ -277,13 +385,48 @@ class Recording:
             )
 
 
+class _Closed(NamedTuple):
+    """What `closed.json` says."""
+
+    steps: int
+    segments: int
+    final: FileEntry
+
+
+def _read_closed(path: Path) -> _Closed:
+    data = Fields(read_sealed(path / CLOSED))
+    try:
+        closed = _Closed(data.integer("steps"), data.integer("segments"), data.entry("final"))
+        if closed.final.name != FINAL:
+            raise wrong("final.name", closed.final.name, repr(FINAL))
+        return closed
+    except ValueError as error:
+        raise DamagedError(path / CLOSED, f"a field is wrong: {error}", RERECORD) from None
+
+
+def _segment_numbers(path: Path) -> set[int]:
+    """The numbers of the segments that are committed."""
+    try:
+        names = os.listdir(path / SEGMENTS)
+    except (FileNotFoundError, NotADirectoryError):
+        raise DamagedError(path / SEGMENTS, "missing", RERECORD) from None
+    return {int(found[1]) for name in names if (found := _TABLE.fullmatch(name))}
+
+
 def _load_segment(path: Path, number: int, manifest: RecordingManifest) -> SegmentTable:
     directory = path / SEGMENTS
-    segment = SegmentTable.load(directory / segment_name(number, "json"), manifest.layers)
+    name = directory / segment_name(number, "json")
+    segment = SegmentTable.load(name, manifest.layers)
     entry = FileEntry(segment_name(number, "bin"), segment.bin_bytes, "")
     for part in (entry, segment.rows, segment.ledger, *(file for _, file in segment.states)):
         check_size(directory, part, RERECORD)
     check_size(path, segment.initial, RERECORD)
+    for part in segment.examples:
+        check_size(path / EXAMPLES, part, RERECORD)
+    for layer, record in segment.passes:
+        if (record.values is not None) != manifest.values:
+            what = f"a pass of layer {layer!r} {'lacks' if manifest.values else 'has'} values"
+            raise DamagedError(name, what, RERECORD)
     return segment
 
 
@@ -293,11 +436,14 @@ def _check_sequence(path: Path, segments: Sequence[SegmentTable], steps: int | N
         if (segment.first_step, segment.first_block) != (step, block):
             name = path / SEGMENTS / segment_name(segment.number, "json")
             raise DamagedError(name, "does not follow the segment before it", RERECORD)
+        if segment.initial != segments[0].initial:
+            raise DamagedError(name, "initial is not the first segment's", RERECORD)
         step += segment.steps
         block += len(segment.block_rows)
     if steps is not None and steps != step:
         raise DamagedError(path / CLOSED, f"{steps} steps where segments hold {step}", RERECORD)
 
 
-def _read_parquet(directory: Path, entry: FileEntry) -> pa.Table:
-    return read_parquet(read_checked(directory, entry, RERECORD))
+def _bytes(out: memoryview | np.ndarray) -> memoryview:
+    given = out.data if isinstance(out, np.ndarray) else out
+    return given.cast("B") if given.nbytes else memoryview(b"")

@@ -6,17 +6,22 @@ written last and carries its own digest, so that a segment is there as a whole o
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dualform.store.encoding import FLOAT32, encoding
 from dualform.store.errors import DamagedError, NotFoundError, VersionError
+from dualform.store.fields import Fields, entry, integer, wrong
 from dualform.store.files import FileEntry, check_seal, read_json, write_sealed
 from dualform.store.ledger import InexactMark
+from dualform.store.row_metadata import ROW_COLUMNS, TYPES
 
 FORMAT = "dualform-recording"
-VERSION = 1
+VERSION = 2
+"""The newest that this program reads, and what it writes. 2 knows encodings of keys and values."""
 MANIFEST = "manifest.json"
 INITIAL = "initial.safetensors"
 FINAL = "final.safetensors"
@@ -26,9 +31,6 @@ EXAMPLES = "examples"
 
 ALIGNMENT = 4096
 """Every record starts at a multiple of this many bytes, and is padded to one with zeros."""
-
-ROW_COLUMNS = ("step", "slot", "position")
-"""Metadata columns that the recorder fills by itself, all int64."""
 
 _PASS_COLUMNS = (
     "layer",
@@ -40,6 +42,8 @@ _PASS_COLUMNS = (
     "values_offset",
     "values_xxh3",
 )
+_ENCODING_COLUMNS = ("keys_encoding", "values_encoding")
+_RESERVED = {*ROW_COLUMNS, "row"}
 
 RERECORD = "record again, or restore the file from a copy"
 
@@ -106,7 +110,7 @@ class RecordingManifest:
             DamagedError: Not what `save` writes.
         """
         path = directory / MANIFEST
-        if not path.is_file():
+        if not os.path.lexists(path):
             raise NotFoundError(
                 f"{directory} is not a recording (no {MANIFEST}); make one with "
                 "dualform.record.Recorder(model, optimizer, path)"
@@ -120,25 +124,35 @@ class RecordingManifest:
                 f"{directory} is a recording of version {version}; this dualform reads up to "
                 f"version {VERSION}: upgrade it"
             )
+        check_seal(path, data, RERECORD)
         try:
-            check_seal(path, data, RERECORD)
-            layers = [LayerSpec(**layer) for layer in data["layers"]]
-            return cls(
-                optimizer=data["optimizer"],
-                layers={layer.name: layer for layer in layers},
-                values=data["values"],
-                created_by=data["created_by"],
-            )
-        except (KeyError, TypeError) as error:
-            raise DamagedError(path, f"a field is missing or wrong ({error!r})", RERECORD) from None
+            Fields(data).integer("version", 1, VERSION)
+            return cls._read(Fields(data))
+        except ValueError as error:
+            raise DamagedError(path, f"a field is wrong: {error}", RERECORD) from None
+
+    @classmethod
+    def _read(cls, data: Fields) -> RecordingManifest:
+        layers = data.objects("layers", _layer_spec)
+        by_name = {layer.name: layer for layer in layers}
+        if len(by_name) < len(layers):
+            raise ValueError("layers: two have the same name")
+        return cls(
+            optimizer=data.text("optimizer"),
+            layers=by_name,
+            values=data.boolean("values"),
+            created_by=data.text("created_by"),
+        )
 
 
 class Span(NamedTuple):
-    """One record in a segment's .bin file: where it starts, its bytes, their digest."""
+    """One record in a segment's .bin file: where it starts, its bytes, their digest, and the name
+    of the encoding of its numbers."""
 
     offset: int
     nbytes: int
     xxh3: str
+    encoding: str = FLOAT32.name
 
 
 class PassRecord(NamedTuple):
@@ -149,8 +163,8 @@ class PassRecord(NamedTuple):
         step: The optimizer step that used them.
         rows: How many.
         block: Number of the rows' metadata, in the whole recording.
-        keys: float32 [rows, d_in].
-        values: float32 [rows, d_out], raw (-dL/dy); None in a recording of keys alone.
+        keys: [rows, d_in], in an encoding of their own.
+        values: [rows, d_out] likewise, raw (-dL/dy); None in a recording of keys alone.
     """
 
     segment: int
@@ -220,6 +234,8 @@ class SegmentTable:
                 "keys_xxh3": [record.keys.xxh3 for record in records],
                 "values_offset": [None if span is None else span.offset for span in values],
                 "values_xxh3": [None if span is None else span.xxh3 for span in values],
+                "keys_encoding": [record.keys.encoding for record in records],
+                "values_encoding": [None if span is None else span.encoding for span in values],
             },
             "blocks": {"first": self.first_block, "rows": list(self.block_rows)},
             "columns": dict(self.columns),
@@ -239,9 +255,12 @@ class SegmentTable:
         data = read_json(path, RERECORD)
         check_seal(path, data, RERECORD)
         try:
-            return _segment_table(data, list(layers.values()))
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise DamagedError(path, f"a field is missing or wrong ({error!r})", RERECORD) from None
+            table = _segment_table(Fields(data), list(layers.values()))
+            if segment_name(table.number, "json") != path.name:
+                raise wrong("segment", table.number, "the number that the file is called by")
+            return table
+        except ValueError as error:
+            raise DamagedError(path, f"a field is wrong: {error}", RERECORD) from None
 
 
 def segment_name(number: int, suffix: str) -> str:
@@ -265,30 +284,120 @@ def read_sealed(path: Path) -> dict[str, Any]:
     return data
 
 
-def _segment_table(data: Mapping[str, Any], layers: Sequence[LayerSpec]) -> SegmentTable:
-    number, passes = data["segment"], []
-    columns = [data["passes"][name] for name in _PASS_COLUMNS]
-    for layer, step, rows, block, k, k_xxh3, v, v_xxh3 in zip(*columns, strict=True):
-        spec = layers[layer]
-        keys = Span(k, rows * spec.d_in * 4, k_xxh3)
-        values = None if v is None else Span(v, rows * spec.d_out * 4, v_xxh3)
-        passes.append((spec.name, PassRecord(number, step, rows, block, keys, values)))
-    return SegmentTable(
-        number=number,
-        first_step=data["first_step"],
-        steps=data["steps"],
-        initial=FileEntry.from_json(data["initial"]),
-        bin_bytes=data["bin_bytes"],
-        rows=FileEntry.from_json(data["rows"]),
-        ledger=FileEntry.from_json(data["ledger"]),
-        passes=passes,
-        first_block=data["blocks"]["first"],
-        block_rows=data["blocks"]["rows"],
-        columns=data["columns"],
-        marks=[(m["layer"], InexactMark(m["from_step"], m["reason"])) for m in data["marks"]],
-        examples=[FileEntry.from_json(entry) for entry in data["examples"]],
-        states=[
-            (int(state["step"]), FileEntry.from_json(state["file"]))
-            for state in data.get("states", ())
-        ],
+def _layer_spec(data: Fields) -> LayerSpec:
+    spec = LayerSpec(
+        name=data.text("name"),
+        kind=data.text("kind"),
+        d_in=data.integer("d_in", 1, 2**31),
+        d_out=data.integer("d_out", 1, 2**31),
+        weight=data.text("weight"),
+        bias=data.optional_text("bias"),
+        dtype=data.text("dtype"),
     )
+    if spec.weight == spec.bias:
+        raise wrong(data.called("bias"), spec.bias, "another name than the weight's")
+    return spec
+
+
+def _segment_table(data: Fields, layers: Sequence[LayerSpec]) -> SegmentTable:
+    number = data.integer("segment")
+    first_step, steps = data.integer("first_step"), data.integer("steps")
+    blocks = data.object("blocks")
+
+    def state(own: Fields) -> tuple[int, FileEntry]:
+        return own.integer("step", first_step + 1, first_step + steps), own.entry("file")
+
+    table = SegmentTable(
+        number=number,
+        first_step=first_step,
+        steps=steps,
+        initial=data.entry("initial"),
+        bin_bytes=data.integer("bin_bytes"),
+        rows=data.entry("rows"),
+        ledger=data.entry("ledger"),
+        passes=[],
+        first_block=blocks.integer("first"),
+        block_rows=list(blocks.each("rows", integer)),
+        columns=_columns(data),
+        marks=data.objects("marks", lambda own: _mark(own, layers)),
+        examples=data.each("examples", entry),
+        states=data.objects(
+            "states",
+            lambda own: (
+                own.integer("step", first_step + 1, first_step + steps),
+                own.entry("file"),
+            ),
+        )
+        if data.has("states")
+        else (),
+    )
+    for called, files, start in (
+        ("initial", [table.initial], INITIAL),
+        ("rows", [table.rows], f"{number:06d}."),
+        ("ledger", [table.ledger], f"{number:06d}."),
+        ("states", [file for _, file in table.states], f"{number:06d}."),
+        ("examples", list(table.examples), ""),
+    ):
+        for file in files:
+            if "/" in file.name or not file.name.startswith(start):
+                raise wrong(f"{called}.name", file.name, f"the name of a file {start}*")
+    return replace(table, passes=_passes(data.object("passes"), layers, table))
+
+
+def _passes(
+    data: Fields, layers: Sequence[LayerSpec], table: SegmentTable
+) -> list[tuple[str, PassRecord]]:
+    """The passes, each inside its segment: its step, its block, and its bytes in the .bin file."""
+    count = len(data.items("layer"))
+    columns = {name: data.items(name) for name in _PASS_COLUMNS}
+    for name in _ENCODING_COLUMNS:  # not in version 1
+        columns[name] = data.items(name) if data.has(name) else [FLOAT32.name] * count
+    for name, column in columns.items():
+        if len(column) != count:
+            raise wrong(data.called(name), f"{len(column):,} long", f"as long as layer: {count:,}")
+    passes = []
+    for i in range(count):
+        own = Fields({name: column[i] for name, column in columns.items()}, f"passes[{i}]")
+        spec = layers[own.integer("layer", 0, len(layers) - 1)]
+        step = own.integer("step", table.first_step, table.first_step + table.steps - 1)
+        block = own.integer("block", table.first_block)
+        inside = block - table.first_block
+        rows = own.integer("rows")
+        if inside >= len(table.block_rows) or table.block_rows[inside] != rows:
+            raise wrong(own.called("block"), block, f"one of this segment's, of {rows:,} rows")
+        keys = _span(own, "keys", rows, spec.d_in, table.bin_bytes)
+        values = None
+        if own.has("values_offset"):
+            values = _span(own, "values", rows, spec.d_out, table.bin_bytes)
+        passes.append((spec.name, PassRecord(table.number, step, rows, block, keys, values)))
+    return passes
+
+
+def _span(data: Fields, what: str, rows: int, d: int, most: int) -> Span:
+    offset = data.integer(f"{what}_offset")
+    try:
+        own = encoding(data.get(f"{what}_encoding"))
+    except ValueError as error:
+        raise ValueError(f"{data.called(f'{what}_encoding')}: {error}") from None
+    nbytes = rows * own.row_bytes(d)
+    if offset % ALIGNMENT or offset + nbytes > most:
+        must_be = f"a multiple of {ALIGNMENT}, {nbytes:,} bytes before the end of the .bin file"
+        raise wrong(data.called(f"{what}_offset"), offset, must_be)
+    return Span(offset, nbytes, data.text(f"{what}_xxh3"), own.name)
+
+
+def _columns(data: Fields) -> dict[str, str]:
+    found = data.get("columns")
+    if not isinstance(found, dict):
+        raise wrong("columns", found, "an object")
+    for name, kind in found.items():
+        if not isinstance(kind, str) or kind not in TYPES or name in _RESERVED:
+            raise wrong(f"columns.{name}", kind, f"one of {', '.join(TYPES)}, of a user's column")
+    return dict(found)
+
+
+def _mark(data: Fields, layers: Sequence[LayerSpec]) -> tuple[str, InexactMark]:
+    name = data.text("layer")
+    if name not in {spec.name for spec in layers}:
+        raise wrong(data.called("layer"), name, "the name of a layer")
+    return name, InexactMark(data.integer("from_step"), data.text("reason"))

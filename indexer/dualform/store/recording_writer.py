@@ -18,6 +18,7 @@ import pyarrow as pa
 from safetensors.numpy import save as safetensors
 
 from dualform.store.direct import create_direct, write_at
+from dualform.store.encoding import FLOAT32
 from dualform.store.errors import ExistsError
 from dualform.store.files import FileEntry, digest, sync_directory, write_atomic, write_sealed
 from dualform.store.ledger import InexactMark, LedgerRow, to_parquet
@@ -38,6 +39,9 @@ from dualform.store.recording_format import (
 )
 from dualform.store.row_metadata import Block, blocks_table, column_types
 
+_PAYLOAD_BYTES = 4 << 20
+"""Of a row group of payloads."""
+
 
 class Record(NamedTuple):
     """Keys or values on their way to disk.
@@ -46,11 +50,14 @@ class Record(NamedTuple):
         memory: Page-aligned bytes, padded with zeros to a multiple of `ALIGNMENT`.
         nbytes: Bytes that count.
         xxh3: Their digest, where it is known already.
+        encoding: Name of the encoding of the numbers (`dualform.store.encoding`): "float32", or
+            "bfloat16" or "float16" where training had such numbers. Every pass may have its own.
     """
 
     memory: memoryview
     nbytes: int
     xxh3: str | None = None
+    encoding: str = FLOAT32.name
 
 
 class StepPass(NamedTuple):
@@ -220,7 +227,9 @@ class RecordingWriter:
                 "data": pa.array(examples.data, pa.binary()),
             }
         )
-        self._open.examples.append(write_atomic(self.path / EXAMPLES / name, write_parquet(table)))
+        self._open.examples.append(
+            write_atomic(self.path / EXAMPLES / name, write_parquet(table, _PAYLOAD_BYTES))
+        )
         self._example_files += 1
 
     def flush(self) -> None:
@@ -263,7 +272,7 @@ class RecordingWriter:
 
     def _place(self, record: Record) -> Span:
         xxh3 = record.xxh3 or digest(record.memory[: record.nbytes])
-        span = Span(self._open.offset, record.nbytes, xxh3)
+        span = Span(self._open.offset, record.nbytes, xxh3, record.encoding)
         if record.nbytes:
             self._open.pending.append(record.memory)
             self._open.offset += padded(record.nbytes)

@@ -23,6 +23,10 @@ TYPES: Mapping[str, pa.DataType] = {
 """The types that a metadata column can have, by the names that the files use."""
 
 
+ROW_COLUMNS = ("step", "slot", "position")
+"""Metadata columns that the recorder fills by itself, all int64."""
+
+
 @dataclass(frozen=True)
 class Block:
     """The metadata of one forward pass.

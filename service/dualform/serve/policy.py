@@ -11,6 +11,7 @@ Only commands call this: the recorder and `Client.local` live in somebody else's
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import sys
@@ -19,6 +20,8 @@ WAIT_POLICY = "OMP_WAIT_POLICY"
 POOLS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 ARROW_POOL = "ARROW_DEFAULT_MEMORY_POOL"
 HEAPS = "MALLOC_ARENA_MAX"
+
+_DESCRIPTORS = 1 << 16
 
 # M_ARENA_MAX of glibc's malloc.h.
 _M_ARENA_MAX = -8
@@ -43,8 +46,21 @@ def apply(threads: int | None = None) -> None:
     for pool in POOLS:
         os.environ.setdefault(pool, str(threads or _usable_cores()))
     os.environ.setdefault(ARROW_POOL, "system")
+    _allow_descriptors()
     if HEAPS not in os.environ:
         _limit_heaps(2)
+
+
+def _allow_descriptors() -> None:
+    """Let this process open as many files as the system allows it: the limit in force is a default
+    for programs that count their descriptors in bits."""
+    with contextlib.suppress(ImportError, OSError, ValueError):
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
+        if soft != resource.RLIM_INFINITY and soft < wanted:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _usable_cores() -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dualform.cli.errors import CommandError
+from dualform.cli.interruption import Interruption
 from dualform.cli.output import Progress, bytes_text, print_json, print_table
 
 if TYPE_CHECKING:
@@ -58,15 +59,23 @@ def add_to(commands: Any) -> None:
 
 
 def _build(options: argparse.Namespace) -> int:
-    _set_threads()
-    from dualform.index import build_index
-
     started = time.monotonic()
-    try:
-        with Progress("building", "B") as progress:
-            build_index(options.recording, options.index, values=options.values, progress=progress)
-    except ValueError as error:
-        raise CommandError(str(error)) from error
+    with Interruption() as interruption, Progress("building", "B") as progress:
+        _set_threads()
+        import pyarrow
+
+        from dualform.index import build_index
+
+        pyarrow.enable_signal_handlers(False)  # its own make an error of Ctrl-C, or nothing
+
+        def show(done: int, total: int) -> None:
+            interruption.check()
+            progress(done, total)
+
+        try:
+            build_index(options.recording, options.index, values=options.values, progress=show)
+        except ValueError as error:
+            raise CommandError(str(error)) from error
     size = _size(options.index)
     print(
         f"{options.index}: {bytes_text(size)} in {time.monotonic() - started:.1f} s; "

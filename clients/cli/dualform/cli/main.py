@@ -1,8 +1,8 @@
 """The `dualform` command: its arguments, and how it ends.
 
 Exit status: 0 done, 1 the answer is no (`index verify`), 2 bad usage or input, 130 interrupted, 141
-nobody reads the output any more. Messages go to standard error; a traceback is shown only with
-DUALFORM_TRACEBACK=1 in the environment.
+nobody reads the output any more, 143 terminated. Messages go to standard error; a traceback is
+shown only with DUALFORM_TRACEBACK=1 in the environment.
 
 Each command's file imports what it needs when it runs: `--help` and questions to a server load
 neither torch nor FAISS.

@@ -22,7 +22,8 @@ from dualform.engine.api.totals import dual_output, sums
 from dualform.engine.context import own_settings
 from dualform.engine.errors import DataLossError, FailedPreconditionError, NotFoundError
 from dualform.engine.memory.layer import Layer, open_layer
-from dualform.engine.memory.shards import Stop
+from dualform.engine.memory.shards import ShardFile, Stop
+from dualform.engine.memory.shards import spared as spared_damage
 from dualform.engine.memory.states import States
 from dualform.engine.plan.planner import Planner
 from dualform.engine.rows.rows import Rows
@@ -71,11 +72,15 @@ class Index(Keywords):
             name: open_layer(path, layer, spaces[layer.space], self._rows[layer.space])
             for name, layer in self._manifest.layers.items()
         }
+        for rows in self._rows:
+            if rows.total and not 0 <= rows.steps.min() <= rows.steps.max() < self._manifest.steps:
+                steps = self._manifest.steps
+                raise DamagedError(path, f"a row's step is none of the {steps:,} steps", REBUILD)
         self._states = States(path)
         outputs = DualOutputs(self._ledger, self._states, device)
         metrics = UnitMetrics(self._ledger, self._states)
         self._opened = Opened(self._ledger, outputs, metrics, Planner(), device, use_faiss)
-        self._examples = Examples(path, self._manifest.examples)
+        self._examples = Examples(path, self._manifest.examples, self._manifest.payloads)
         self._closed = threading.Event()
 
     @classmethod
@@ -149,7 +154,7 @@ class Index(Keywords):
             stop: Asked between tiles; true once nobody waits for the answer.
         """
         layer = self.layer(question.layer)
-        with self._guarded():
+        with self._guarded(layer):
             if isinstance(question, TopKQuestion):
                 return top_k(self._opened, layer, question, stop)
             if isinstance(question, SumsQuestion):
@@ -162,7 +167,7 @@ class Index(Keywords):
         """Several answers about each of the question's layers, found as they are taken."""
         for name, queries in question.layers:
             layer = self.layer(name)
-            with self._guarded():
+            with self._guarded(layer):
                 found = explain(self._opened, layer, queries, question, stop)
             yield found
 
@@ -191,7 +196,7 @@ class Index(Keywords):
         def guarded() -> Iterator[WeightsChunk]:
             while True:
                 self.layer(question.layer)  # refused once the index is closed
-                with self._guarded():
+                with self._guarded(layer):
                     chunk = next(found, None)
                 if chunk is None:
                     return
@@ -213,6 +218,11 @@ class Index(Keywords):
         """Payloads by example id, None where there is none."""
         with self._guarded():
             return self._examples.get(ids)
+
+    def example_bytes(self, ids: Sequence[int | str]) -> int:
+        """Bytes of these payloads together, known without reading them; 0 where it is not."""
+        with self._guarded():
+            return self._examples.sizes(ids)
 
     @property
     def ledger(self) -> Ledger:
@@ -259,33 +269,50 @@ class Index(Keywords):
             return {name: own.numpy().copy() for name, own in self._states.read(entry).items()}
 
     def verify_files(self, stop: Stop | None = None) -> None:
-        """Hash every file against the manifest.
+        """Hash every file against the manifest, and hold what it says of the keys against them.
 
         Raises:
-            DataLossError: One differs; `damage` says which from now on.
+            DataLossError: One differs; `damage` says which from now on, unless it is a file that
+                only makes answers cheaper: what goes without it is answered all the same.
         """
-        entries: list[FileEntry | None] = [self._manifest.ledger, self._manifest.examples]
+        spared: list[FileEntry | None] = []
+        manifest = self._manifest
+        needed: list[FileEntry | None] = [manifest.ledger, manifest.examples, manifest.payloads]
+        files: list[ShardFile] = []
         for space in self._manifest.spaces:
-            entries += [shard.sidecar for shard in space.shards]
-        for layer in self._manifest.layers.values():
-            entries += [layer.directions, layer.initial, layer.final, layer.rebuilt]
-            entries.append(None if layer.equal_keys is None else layer.equal_keys.first)
-            entries += [entry for _, entry in layer.states]
-            for shard in layer.shards:
-                entries += [shard.keys, shard.values, shard.sketch, shard.sums]
+            needed += [shard.sidecar for shard in space.shards]
+        for layer in self.layers.values():
+            own = layer.manifest
+            needed += [own.initial, own.final, own.rebuilt, *(entry for _, entry in own.states)]
+            files += [file for shard in layer.shards for file in (shard.keys, shard.values) if file]
+            spared += [own.directions, None if own.equal_keys is None else own.equal_keys.first]
+            spared += [entry for shard in own.shards for entry in (shard.sketch, shard.sums)]
+
+        def stopped() -> bool:
+            return stop is not None and stop()
+
         with self._guarded():
-            for entry in entries:
-                if stop is not None and stop():
+            for file in files:
+                if stopped():
                     return
-                if entry is not None:
+                file.check()
+            for entry in needed:
+                if entry is not None and not stopped():
+                    check_digest(self.path, entry, REBUILD)
+        for entry in spared:
+            if entry is not None and not stopped():
+                with spared_damage():
                     check_digest(self.path, entry, REBUILD)
 
     @contextmanager
-    def _guarded(self) -> Iterator[None]:
-        """Turn damage found on the way into a refusal that lasts."""
+    def _guarded(self, layer: Layer | None = None) -> Iterator[None]:
+        """Turn damage found on the way, or to the layer's files meanwhile, into a refusal that
+        lasts."""
         try:
             with own_settings():
                 yield
+            if layer is not None:
+                layer.check_unchanged()
         except DamagedError as error:
             self.damage = str(error)
             raise DataLossError(str(error)) from None

@@ -32,10 +32,12 @@ def top_k(opened: Opened, layer: Layer, question: TopKQuestion, stop: Stop | Non
     ranking, end = _ranking(opened, layer, question)
     selected = layer.space.select(question.where, before_step=end)
     whole = selected is layer.space.everything
-    faiss = "this process scans with torch alone"
+    faiss: str | None = "this process scans with torch alone"
+    if opened.use_faiss:
+        faiss = scan.faiss_applies(layer, ranking, whole, opened.device)
     refused = {
         "certified": scan.sketches_apply(layer, ranking, opened.device),
-        "flat": scan.faiss_applies(ranking, whole, opened.device) if opened.use_faiss else faiss,
+        "flat": faiss,
         "scan": None,
     }
     coverage = Coverage.of(layer, selected)

@@ -28,6 +28,7 @@ from dualform.engine.memory.tiles import Tile
 from dualform.engine.totals.coefficients import LayerCoefficients, left_behind, row_coefficients
 from dualform.engine.totals.row_parts import rebuild
 from dualform.optimizers import Unknown
+from dualform.store.encoding import FLOAT32
 from dualform.store.errors import DamagedError
 from dualform.store.files import FileEntry, check_digest
 from dualform.store.index import REBUILD, IndexLayer, IndexManifest
@@ -331,7 +332,7 @@ def _first_unequal(layer: Layer) -> int | None:
     """The id of a row whose key is not, byte for byte, that of the first with the same key."""
     if layer.first_equal is None:
         return None
-    step = max(1, TILE_BYTES // (4 * layer.d_in))
+    step = max(1, TILE_BYTES // FLOAT32.row_bytes(layer.d_in))
     places = np.flatnonzero(layer.first_equal != np.arange(layer.rows))
     for start in range(0, len(places), step):
         own = places[start : start + step]
@@ -368,7 +369,7 @@ _Rows = tuple[int, int] | tuple[None, None]
 
 def _files(manifest: IndexManifest) -> Iterator[tuple[FileEntry, str | None, _Rows]]:
     """Every file that the manifest names, with the layer and the row ids that it is about."""
-    for entry in _entries([manifest.ledger, manifest.examples]):
+    for entry in _entries([manifest.ledger, manifest.examples, manifest.payloads]):
         yield entry, None, (None, None)
     for space in manifest.spaces:
         for place in space.shards:

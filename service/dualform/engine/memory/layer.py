@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import torch
 
-from dualform.engine.memory.shards import Shard, ShardFile, is_scattered
+from dualform.engine.errors import DataLossError
+from dualform.engine.memory.key_facts import KeyFacts
+from dualform.engine.memory.shards import Shard, ShardFile, copy_rows, is_scattered, spared
 from dualform.engine.memory.sketch import Basis
+from dualform.engine.memory.states import check_headers
 from dualform.engine.rows.rows import Rows
-from dualform.store.files import FileEntry, read_checked
-from dualform.store.index import REBUILD, IndexLayer, RowSpace, read_first
+from dualform.store.encoding import FLOAT32, NPY_HEADER_BYTES, encoding
+from dualform.store.index import REBUILD, IndexLayer, RowSpace, read_array, read_first
+from dualform.store.index_parts import LayerShard
 
 
 @dataclass(frozen=True)
@@ -26,23 +30,75 @@ class Layer:
         space: Its row space.
         shards: Its shards, in order of position.
         finite: bool [rows], by position: which keys are finite.
-        basis: What its sketches project on; None without any.
-        run_sums: float64 [runs, d_in], sum of the keys of each of the space's runs, or None.
         nonnegative: No key has a negative number.
         nonfinite: Number of keys that are not finite.
-        first_equal: int32 or int64 [rows], for each position the first one with the same key; None
-            where the index does not say.
+        directory: The index.
     """
 
     manifest: IndexLayer
     space: Rows
     shards: tuple[Shard, ...]
     finite: np.ndarray = field(repr=False)
-    basis: Basis | None = field(repr=False)
-    run_sums: np.ndarray | None = field(repr=False)
     nonnegative: bool
     nonfinite: int
-    first_equal: np.ndarray | None = field(repr=False)
+    directory: Path = field(repr=False)
+
+    # Read when first asked for; what goes without them is answered where they are damaged.
+
+    @cached_property
+    def basis(self) -> Basis | None:
+        """What its sketches project on; None without any.
+
+        Raises:
+            DataLossError: The file does not hold what was written.
+        """
+        entry, dtype = self.manifest.directions, np.dtype("<f4")
+        if entry is None:
+            return None
+        with spared():
+            directions = read_array(self.directory, entry, dtype, (-1, self.d_in))
+        return Basis(torch.from_numpy(directions.copy()))
+
+    @cached_property
+    def run_sums(self) -> np.ndarray | None:
+        """float64 [runs, d_in], sum of the keys of each of the space's runs, or None.
+
+        Raises:
+            DataLossError: A file does not hold what was written.
+        """
+        parts = [np.zeros((0, self.d_in))]
+        for shard in self.manifest.shards:
+            if shard.sums is None:
+                return None
+            with spared():
+                shape = (-1, self.d_in)
+                parts.append(read_array(self.directory, shard.sums, np.dtype("<f8"), shape))
+        found = np.concatenate(parts)
+        if len(found) != len(self.space.run_starts):
+            raise DataLossError(
+                f"{self.directory}: layer {self.name!r} has the sums of {len(found):,} runs of "
+                f"rows where its rows make {len(self.space.run_starts):,}; {REBUILD}"
+            )
+        return found
+
+    @cached_property
+    def first_equal(self) -> np.ndarray | None:
+        """int32 or int64 [rows], for each position the first one with the same key; None where the
+        index does not say.
+
+        Raises:
+            DataLossError: The file does not hold what was written.
+        """
+        if self.manifest.equal_keys is None:
+            return None
+        with spared():
+            return read_first(self.directory, self.manifest.equal_keys, self.rows)
+
+    def check_unchanged(self) -> None:
+        """Raise DamagedError where a file is not the one any more that is mapped."""
+        for shard in self.shards:
+            for file in shard.files:
+                file.check_unchanged()
 
     @property
     def name(self) -> str:
@@ -75,6 +131,21 @@ class Layer:
         return self.manifest.space
 
     @property
+    def key_bytes(self) -> int:
+        """Bytes of a key in the index."""
+        return encoding(self.manifest.key_encoding).row_bytes(self.d_in)
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of a value in the index."""
+        return encoding(self.manifest.value_encoding).row_bytes(self.d_out)
+
+    @property
+    def keys_are_float32(self) -> bool:
+        """Whether FAISS can search the keys as they lie."""
+        return self.manifest.key_encoding == FLOAT32.name
+
+    @property
     def values(self) -> bool:
         """Whether the index holds values, and so dual outputs."""
         return self.manifest.values
@@ -92,7 +163,7 @@ class Layer:
             if first < last:
                 assert shard.values is not None
                 inside = torch.from_numpy(positions[first:last] - shard.start)
-                parts.append(shard.values.rows()[inside, unit].numpy())
+                parts.append(shard.values.rows()[inside, unit].float().numpy())
         return np.concatenate(parts)
 
     def keys_at(self, positions: np.ndarray) -> torch.Tensor:
@@ -101,10 +172,10 @@ class Layer:
         bounds = np.searchsorted(positions, self.space.starts)
         for shard, first, last in zip(self.shards, bounds, bounds[1:], strict=False):
             if first < last:
-                inside = torch.from_numpy(positions[first:last] - shard.start)
+                inside = positions[first:last] - shard.start
                 source = shard.keys.rows()
                 shard.keys.expect(scattered=is_scattered(len(inside), shard.rows))
-                torch.index_select(source, 0, inside, out=keys[first:last])
+                copy_rows(source, inside, keys[first:last])
         return keys
 
     @property
@@ -125,45 +196,39 @@ def open_layer(path: Path, layer: IndexLayer, space: RowSpace, rows: Rows) -> La
     Raises:
         DamagedError: A file is missing, has another size, or is not what was written.
     """
-    directions = None
-    if layer.directions is not None:
-        directions = _read_array(path, layer.directions)
+    check_headers(path, layer)
+    keys_as, values_as = encoding(layer.key_encoding), encoding(layer.value_encoding)
     shards = []
     for place, own in zip(space.shards, layer.shards, strict=True):
-        keys = ShardFile(path, own.keys, place.rows, layer.d_in, "keys")
-        values = None
+        facts = KeyFacts(_finite(own, place.rows), own.max_norm, own.nonnegative)
+        shape = (place.rows, layer.d_in)
+        header = keys_as.keys_header(layer.d_in, place.rows)
+        keys = ShardFile(path, own.keys, shape, header, keys_as, facts.wrong)
+        values = sketch = None
         if own.values is not None:
-            values = ShardFile(path, own.values, place.rows, layer.d_out, "values")
-        sketch = None
-        if own.sketch is not None and directions is not None:
-            floats = len(directions) + 1
-            sketch = ShardFile(path, own.sketch, place.rows, floats, "sketch")
+            shape = (place.rows, layer.d_out)
+            values = ShardFile(path, own.values, shape, values_as.values_header(*shape), values_as)
+        if own.sketch is not None:
+            numbers = (own.sketch.bytes - NPY_HEADER_BYTES) // FLOAT32.row_bytes(place.rows)
+            shape = (place.rows, numbers)
+            sketch = ShardFile(path, own.sketch, shape, FLOAT32.values_header(*shape))
         shards.append(
-            Shard(rows, place.start, place.rows, keys, values, sketch, own.max_norm, own.nonfinite)
+            Shard(rows, place.start, place.rows, keys, values, sketch, own.max_norm, facts.finite)
         )
-    finite = np.concatenate([np.ones(0, bool), *(shard.finite() for shard in shards)])
+    finite = np.concatenate([np.ones(0, bool), *(shard.finite for shard in shards)])
     return Layer(
-        layer,
-        rows,
-        tuple(shards),
-        finite,
-        None if directions is None else Basis(directions),
-        _read_run_sums(path, layer),
-        all(own.nonnegative for own in layer.shards),
-        int(np.count_nonzero(~finite)),
-        None if layer.equal_keys is None else read_first(path, layer.equal_keys, space.rows),
+        manifest=layer,
+        space=rows,
+        shards=tuple(shards),
+        finite=finite,
+        nonnegative=all(own.nonnegative for own in layer.shards),
+        nonfinite=int(np.count_nonzero(~finite)),
+        directory=path,
     )
 
 
-def _read_run_sums(path: Path, layer: IndexLayer) -> np.ndarray | None:
-    parts = [np.zeros((0, layer.d_in))]
-    for shard in layer.shards:
-        if shard.sums is None:
-            return None
-        parts.append(_read_array(path, shard.sums).numpy())
-    return np.concatenate(parts)
-
-
-def _read_array(path: Path, entry: FileEntry) -> torch.Tensor:
-    data = read_checked(path, entry, REBUILD)
-    return torch.from_numpy(np.load(io.BytesIO(data), allow_pickle=False))
+def _finite(shard: LayerShard, rows: int) -> np.ndarray:
+    mask = np.ones(rows, bool)
+    for first, last in shard.nonfinite:
+        mask[first:last] = False
+    return mask

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-import sys
-from functools import cache
-from typing import Any
-
+from dualform.engine.memory import mapped
 from dualform.engine.memory.layer import Layer
 
 _PAGES = 8
@@ -19,24 +14,15 @@ def resident(layer: Layer) -> float:
     By `mincore` of a few pages of each shard. 1 where the system can't tell; shards that nothing
     has asked for yet are read and checked by their first question anyway, and count as there.
     """
-    look = _mincore()
     held = asked = 0
     for shard in layer.shards:
         where = shard.keys.mapped()
-        if look is None or where is None:
+        if where is None:
             continue
         address, size = where
         for place in range(_PAGES):
-            page = address + (size * place // _PAGES) // mmap.PAGESIZE * mmap.PAGESIZE
-            found = ctypes.c_ubyte()
-            if look(ctypes.c_void_p(page), ctypes.c_size_t(1), ctypes.byref(found)) == 0:
+            found = mapped.resident(address + size * place // _PAGES)
+            if found is not None:
                 asked += 1
-                held += found.value & 1
+                held += found
     return held / asked if asked else 1.0
-
-
-@cache
-def _mincore() -> Any:
-    if not sys.platform.startswith("linux"):
-        return None
-    return getattr(ctypes.CDLL(None), "mincore", None)

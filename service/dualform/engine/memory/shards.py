@@ -1,33 +1,33 @@
 """A layer's shards as memory: mapped, checked on first use, and cut into tiles.
 
-A mapped file is read-only to us and never changes after publication. The keys of an IndexFlatIP
-file start at byte 45, so the mapped floats are unaligned: a tile is a copy in aligned memory, small
-enough to stay in the processor's cache, which measured as fast as aligned maps would be.
+A mapped file is read-only to us and never changes after publication; one that does is noticed
+before the next question to it. Keys and values are as the index has them; what is computed with is
+a tile in float32, a copy in aligned memory, small enough to stay in the processor's cache. The
+mapped numbers are unaligned: a FAISS header has an odd number of bytes.
 """
 
 from __future__ import annotations
 
 import mmap
+import os
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from dualform.engine.errors import CancelledError
+from dualform.engine.errors import CancelledError, DataLossError
+from dualform.engine.memory.mapped import advise, map_file
 from dualform.engine.memory.tiles import Tile
 from dualform.engine.rows.table import Table
+from dualform.store.encoding import FLOAT32, Encoding
 from dualform.store.errors import DamagedError
-from dualform.store.files import FileEntry, check_digest, check_size
-from dualform.store.index import (
-    FAISS_HEADER_BYTES,
-    NPY_HEADER_BYTES,
-    REBUILD,
-    faiss_header,
-    npy_header,
-)
+from dualform.store.files import FileEntry, check_digest_of, check_size, identity, opened, status
+from dualform.store.index import REBUILD
 
 TILE_BYTES = 4 << 20
 """Bytes of a tile's keys: about what stays in cache between the copy and the product."""
@@ -42,44 +42,74 @@ Stop = Callable[[], bool]
 
 
 class ShardFile:
-    """One published file of float32 rows [rows, d]; checked before its bytes are first used.
+    """One published file of rows, each of the same length; checked before its bytes are first used.
 
     Args:
         directory: The index.
         entry: The file's name, size and digest.
-        rows: Number of rows.
-        d: Floats per row.
-        kind: "keys", "values" or "sketch".
+        shape: Number of rows, and of numbers per row.
+        header: What the file starts with.
+        encoding: How the numbers are stored.
+        wrong: Says what is wrong with the rows, given as `rows` gives them, or None where they are
+            what the index says of them; asked once, when they are first used.
 
     Raises:
-        DamagedError: The file is missing, or has the wrong size.
+        DamagedError: The file is missing, no file, or has the wrong size.
     """
 
-    def __init__(self, directory: Path, entry: FileEntry, rows: int, d: int, kind: str) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        entry: FileEntry,
+        shape: tuple[int, int],
+        header: bytes,
+        encoding: Encoding = FLOAT32,
+        wrong: Callable[[torch.Tensor], str | None] | None = None,
+    ) -> None:
         self._directory = directory
         self._entry = entry
-        self._shape = (rows, d)
-        self._header = FAISS_HEADER_BYTES if kind == "keys" else NPY_HEADER_BYTES
-        self._expected = faiss_header(d, rows) if kind == "keys" else npy_header(rows, d)
+        self._shape = shape
+        self._header = header
+        self._dtype = getattr(torch, encoding.name)
+        self._wrong = wrong
         self._lock = threading.Lock()
         self._rows: torch.Tensor | None = None
-        self._memory: mmap.mmap | None = None
+        self._memory: Any = None
+        self._identity: tuple[int, ...] = ()
         self._scattered = False
         self.path = check_size(directory, entry, REBUILD)
+        self._name = str(self.path)
 
     def rows(self) -> torch.Tensor:
-        """The rows, float32 [rows, d], mapped and unaligned: copy before computing.
+        """The rows, [rows, d] as stored, mapped and unaligned: `copy_rows` or `pick` from them.
 
         Raises:
-            DamagedError: The file does not hold what was written.
+            DamagedError: The file does not hold what was written, or has changed since it did.
         """
         with self._lock:
-            # Reading beyond the end of a file that was cut off under the map would be fatal.
-            check_size(self._directory, self._entry, REBUILD)
+            self._check_unchanged()
             if self._rows is None:
-                check_digest(self._directory, self._entry, REBUILD)
                 self._rows = self._map()
             return self._rows
+
+    def check_unchanged(self) -> None:
+        """Raise DamagedError where the file is not the one any more that is mapped."""
+        with self._lock:
+            self._check_unchanged()
+
+    def check(self) -> None:
+        """Read the whole file, whether it was read before or not.
+
+        Raises:
+            DamagedError: It does not hold what was written, or what the index says of it.
+        """
+        known = self._rows is not None
+        rows = self.rows()
+        if not known:  # it was read just now
+            return
+        with opened(self._directory, self._entry, REBUILD) as fd:
+            check_digest_of(fd, self._directory, self._entry, REBUILD)
+        self._check_rows(rows)
 
     def expect(self, *, scattered: bool) -> None:
         """Say how the rows are read next: a few of them, or from end to end.
@@ -91,23 +121,43 @@ class ShardFile:
         if memory is None or scattered == self._scattered or not hasattr(mmap, "MADV_RANDOM"):
             return
         self._scattered = scattered
-        memory.madvise(mmap.MADV_RANDOM if scattered else mmap.MADV_NORMAL)
+        advise(memory, mmap.MADV_RANDOM if scattered else mmap.MADV_NORMAL)
 
     def mapped(self) -> tuple[int, int] | None:
         """The address and the bytes of the mapped rows; None before they are first used."""
         rows = self._rows
         return None if rows is None else (rows.data_ptr(), rows.nbytes)
 
+    def _check_unchanged(self) -> None:
+        """A look at the file: reading beyond the end of one that was cut off would be fatal."""
+        if not self._identity:
+            return
+        try:
+            same = identity(os.lstat(self._name)) == self._identity
+        except OSError:
+            same = False
+        if not same:
+            status(self._directory, self._entry, REBUILD)  # says more of some changes
+            raise DamagedError(self.path, "it was changed after it had been checked", REBUILD)
+
     def _map(self) -> torch.Tensor:
-        with open(self.path, "rb") as file:
-            # A private map: torch wants writable memory, and nothing written would reach the file.
-            memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        if memory[: self._header] != self._expected:
+        with opened(self._directory, self._entry, REBUILD) as fd:
+            found = os.fstat(fd)
+            check_digest_of(fd, self._directory, self._entry, REBUILD)
+            memory = map_file(fd, self._entry.bytes)
+        if bytes(memory[: len(self._header)]) != self._header:
             raise DamagedError(self.path, "its header is not the manifest's", REBUILD)
-        self._memory = memory
         count = self._shape[0] * self._shape[1]
-        flat = torch.frombuffer(memory, dtype=torch.float32, count=count, offset=self._header)
-        return flat.view(self._shape)
+        flat = torch.frombuffer(memory, dtype=self._dtype, count=count, offset=len(self._header))
+        rows = flat.view(self._shape)
+        self._check_rows(rows)
+        self._memory, self._identity = memory, identity(found)
+        return rows
+
+    def _check_rows(self, rows: torch.Tensor) -> None:
+        what = None if self._wrong is None else self._wrong(rows)
+        if what is not None:
+            raise DamagedError(self.path, what, REBUILD)
 
 
 @dataclass(frozen=True)
@@ -122,7 +172,7 @@ class Shard:
         values: Its values, or None in an index without.
         sketch: Its keys' sketches, or None without any.
         max_norm: Upper bound of its finite keys' Euclidean norms.
-        nonfinite: Half-open ranges inside the shard whose keys are not finite.
+        finite: bool [rows]: which of its keys are finite.
     """
 
     table: Table
@@ -132,7 +182,23 @@ class Shard:
     values: ShardFile | None
     sketch: ShardFile | None
     max_norm: float
-    nonfinite: tuple[tuple[int, int], ...]
+    finite: np.ndarray = field(repr=False)
+
+    @property
+    def files(self) -> list[ShardFile]:
+        """Those that it has."""
+        return [own for own in (self.keys, self.values, self.sketch) if own is not None]
+
+    def sketches(self) -> torch.Tensor:
+        """Its keys' sketches, float32 [rows, m + 1].
+
+        Raises:
+            DataLossError: The file does not hold what was written: what goes without sketches is
+                answered all the same.
+        """
+        assert self.sketch is not None
+        with spared():
+            return self.sketch.rows()
 
     def tiles(
         self,
@@ -164,7 +230,7 @@ class Shard:
             self.values.expect(scattered=scattered)
         widest = max(keys.shape[1], 0 if own_values is None else own_values.shape[1])
         step = tile_rows(widest, queries)
-        finite = self.finite() if self.nonfinite else None
+        finite = None if self.finite.all() else self.finite
         scratch = torch.empty((min(step, count), keys.shape[1]), dtype=torch.float32, device="cpu")
         for first in range(0, count, step):
             check_stop(stop)
@@ -175,7 +241,7 @@ class Shard:
             else:
                 inside = as_slice(chosen[first:last])
                 positions = self.start + chosen[first:last]
-            tile_keys = _copy(keys, inside, scratch[: last - first])
+            tile_keys = copy_rows(keys, inside, scratch[: last - first])
             tile_values = None if own_values is None else pick(own_values, inside)
             if device is not None and device.type != "cpu":
                 tile_keys = tile_keys.to(device)
@@ -183,12 +249,14 @@ class Shard:
             own_finite = None if finite is None else finite[inside]
             yield Tile(self.table, positions, tile_keys, tile_values, self.max_norm, own_finite)
 
-    def finite(self) -> np.ndarray:
-        """Which rows' keys are finite, bool [rows]."""
-        mask = np.ones(self.rows, bool)
-        for first, last in self.nonfinite:
-            mask[first:last] = False
-        return mask
+
+@contextmanager
+def spared() -> Iterator[None]:
+    """Damage to a file that makes answers cheaper: a refusal, but not of what goes without it."""
+    try:
+        yield
+    except DamagedError as error:
+        raise DataLossError(str(error)) from None
 
 
 def is_scattered(count: int, rows: int) -> bool:
@@ -198,7 +266,7 @@ def is_scattered(count: int, rows: int) -> bool:
 
 def tile_rows(width: int, queries: int) -> int:
     """How many rows of so many floats a tile has that is multiplied with so many queries."""
-    return max(64, min(TILE_BYTES // (4 * width), TILE_WEIGHTS // queries))
+    return max(64, min(TILE_BYTES // FLOAT32.row_bytes(width), TILE_WEIGHTS // queries))
 
 
 def check_stop(stop: Stop | None) -> None:
@@ -217,12 +285,16 @@ def as_slice(indices: np.ndarray) -> np.ndarray | slice:
     return slice(first, last + 1) if last - first + 1 == len(indices) else indices
 
 
-def _copy(source: torch.Tensor, which: np.ndarray | slice, out: torch.Tensor) -> torch.Tensor:
+def copy_rows(source: torch.Tensor, which: np.ndarray | slice, out: torch.Tensor) -> torch.Tensor:
+    """Rows of a tensor, by indices or a slice, copied to `out`, float32 [n, d]; returns that."""
     if isinstance(which, slice):
         return out.copy_(source[which])
-    return torch.index_select(source, 0, torch.from_numpy(which), out=out)
+    indices = torch.from_numpy(which)
+    if source.dtype == out.dtype:
+        return torch.index_select(source, 0, indices, out=out)
+    return out.copy_(torch.index_select(source, 0, indices))
 
 
 def pick(source: torch.Tensor, which: np.ndarray | slice) -> torch.Tensor:
-    """Rows of a tensor, by indices or a slice; a view where it is a slice."""
-    return source[which] if isinstance(which, slice) else source[torch.from_numpy(which)]
+    """Rows of a tensor in float32, by indices or a slice; a view where that is possible."""
+    return source[which if isinstance(which, slice) else torch.from_numpy(which)].float()

@@ -119,6 +119,7 @@ def examples(
             "are answered: send them in smaller batches",
             field="ids",
         )
+    limits.check_answer(index.example_bytes(ids), "ask for fewer ids at a time")
     response = pb.GetExamplesResponse()
     size = 0
     for start in range(0, len(ids), _PAYLOADS_AT_ONCE):

@@ -36,7 +36,7 @@ from dualform.questions import (
     TopKQuestion,
     question_of,
 )
-from dualform.store.errors import DamagedError, StoreError, VersionError
+from dualform.store.errors import DamagedError, StoreError, TooManyFilesError, VersionError
 from dualform.store.errors import NotFoundError as StoreNotFoundError
 from dualform.v1 import attribution_pb2 as pb
 
@@ -104,8 +104,10 @@ class Catalog:
             return
         try:
             index.verify_files(stop)
-        except (DataLossError, CancelledError) as error:
+        except CancelledError as error:
             _LOG.debug("checking the files of index %s ended: %s", name, error)
+        except DataLossError as error:
+            _LOG.warning("index %s: %s", name, error)
 
     def answer(self, request: Any, stop: Stop | None = None) -> Any:
         """Answer a question, or a request message of `dualform.v1.AttributionService`.
@@ -297,6 +299,8 @@ def _errors_translated() -> Iterator[None]:
         raise FailedPreconditionError(str(error), reason="NEWER_VERSION") from error
     except StoreNotFoundError as error:
         raise NotFoundError(str(error), reason="UNKNOWN_INDEX") from error
+    except TooManyFilesError as error:
+        raise ResourceExhaustedError(str(error), reason="TOO_MANY_FILES") from error
     except StoreError as error:
         raise FailedPreconditionError(str(error)) from error
     except (MemoryError, RuntimeError, OSError) as error:

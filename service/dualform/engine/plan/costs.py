@@ -77,15 +77,15 @@ def top_k_seconds(
         rows: How many rows take part.
         kept: Share of the rows that sketches are expected to leave.
     """
-    size, returned = rows * 4 * layer.d_in, queries * hits
+    size, returned = rows * layer.key_bytes, queries * hits
     cold = (1 - resident(layer)) * size * _DISK
     blocks = -(-queries // PRUNED_QUERIES)
     seconds = {
         "scan": scan_seconds(size, queries) + cold + _CANDIDATE * returned,
         "flat": flat_seconds(size, queries) + cold + _FLAT_HIT * returned * len(layer.shards),
         "certified": rows * (_SKETCH[0] * blocks + _SKETCH[1] * queries)
-        + blocks * left_seconds(kept * rows, 4 * layer.d_in, queries // blocks)
-        + min(1.0, kept * max(1.0, _PAGE / (4 * layer.d_in))) * cold
+        + blocks * left_seconds(kept * rows, layer.key_bytes, queries // blocks)
+        + min(1.0, kept * max(1.0, _PAGE / layer.key_bytes)) * cold
         + _CANDIDATE * returned,
     }
     return {name: own + _CALL for name, own in seconds.items()}
@@ -98,20 +98,20 @@ def key_sums_seconds(layer: Layer, queries: int, runs: int) -> float:
 
 def sums_seconds(layer: Layer, queries: int, rows: int) -> float:
     """For sums by a scan of so many rows."""
-    size = rows * 4 * layer.d_in
+    size = rows * layer.key_bytes
     return _CALL + scan_seconds(size, queries) + (1 - resident(layer)) * size * _DISK
 
 
 def distinct_keys_seconds(layer: Layer, queries: int, rows: int, keys: int) -> float:
     """For sums over so many rows, which have so many distinct keys."""
-    key = 4 * layer.d_in
+    key = layer.key_bytes
     cold = (1 - resident(layer)) * keys * max(key, _PAGE) * _DISK
     return _CALL + _COUNTED * rows + _SCATTERED * scan_seconds(keys * key, queries) + cold
 
 
 def output_costs(layer: Layer, queries: int, rows: int) -> dict[str, float]:
     """Estimated seconds for outputs: from the rebuilt weight, or by a scan of so many rows."""
-    size = rows * 4 * (layer.d_in + layer.d_out)
+    size = rows * (layer.key_bytes + layer.value_bytes)
     cold = (1 - resident(layer)) * size * _DISK
     return {
         "rebuilt": _CALL + _PRODUCT * 8 * layer.d_in * layer.d_out * queries,

@@ -6,7 +6,7 @@ SQL's three-valued logic, computed by pyarrow: a comparison with null is neither
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import reduce
 from typing import Any
 
@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dualform.engine.errors import InvalidArgumentError
+from dualform.engine.rows.bitmaps import Bitmaps, unpacked
 from dualform.v1 import attribution_pb2 as pb
 
 MAX_DEPTH = 64
@@ -32,12 +33,19 @@ _COMPARE: dict[int, Any] = {
 }
 
 
-def evaluate(where: pb.Filter, columns: Mapping[str, pa.Array]) -> np.ndarray:
+Find = Callable[[str], Bitmaps | None]
+"""The bitmaps of a column, by its name, or None for one without."""
+
+
+def evaluate(
+    where: pb.Filter, columns: Mapping[str, pa.Array], bitmaps: Find = lambda name: None
+) -> np.ndarray:
     """Which rows a filter selects.
 
     Args:
         where: The filter; one without a kind selects everything.
         columns: Equally long arrays by name: int64, float64, string (also as dictionary), bool.
+        bitmaps: Of columns that have any: the same answer for less.
 
     Returns:
         bool [rows].
@@ -46,20 +54,21 @@ def evaluate(where: pb.Filter, columns: Mapping[str, pa.Array]) -> np.ndarray:
         InvalidArgumentError: Unknown column, a literal of the wrong type, wrong number of values,
             nested too deeply.
     """
-    mask = _evaluate(where, columns, 0)
-    return np.asarray(pc.fill_null(mask, False).to_numpy(zero_copy_only=False), dtype=bool)
+    return unpacked(_evaluate(where, columns, bitmaps, 0))
 
 
-def _evaluate(where: pb.Filter, columns: Mapping[str, pa.Array], depth: int) -> pa.Array:
+def _evaluate(
+    where: pb.Filter, columns: Mapping[str, pa.Array], bitmaps: Find, depth: int
+) -> pa.Array:
     if depth > MAX_DEPTH:
         raise _refuse(f"the filter is nested deeper than {MAX_DEPTH} levels; flatten it")
     kind = where.WhichOneof("kind")
     if kind == "comparison":
-        return _comparison(where.comparison, columns)
+        return _comparison(where.comparison, columns, bitmaps)
     if kind == "negated":
-        return pc.invert(_evaluate(where.negated, columns, depth + 1))
+        return pc.invert(_evaluate(where.negated, columns, bitmaps, depth + 1))
     if kind in ("all_of", "any_of"):
-        parts = [_evaluate(f, columns, depth + 1) for f in getattr(where, kind).filters]
+        parts = [_evaluate(f, columns, bitmaps, depth + 1) for f in getattr(where, kind).filters]
         if not parts:
             raise _refuse(f"{kind} holds no filters; leave it out, or give it one")
         return reduce(pc.and_kleene if kind == "all_of" else pc.or_kleene, parts)
@@ -67,12 +76,21 @@ def _evaluate(where: pb.Filter, columns: Mapping[str, pa.Array], depth: int) -> 
     return pa.array(np.ones(rows, bool))
 
 
-def _comparison(comparison: pb.Comparison, columns: Mapping[str, pa.Array]) -> pa.Array:
+def _comparison(
+    comparison: pb.Comparison, columns: Mapping[str, pa.Array], bitmaps: Find
+) -> pa.Array:
     name, operator = comparison.column, comparison.operator
     column = columns.get(name)
     if column is None:
         raise _refuse(f"unknown column {name!r}; the columns are {', '.join(columns)}")
     values = [_literal(value, name, column.type) for value in comparison.values]
+    known = bitmaps(name)
+    answer = _answer(name, operator, column if known is None else known.values, values)
+    return answer if known is None else known.spread(answer)
+
+
+def _answer(name: str, operator: int, column: pa.Array, values: list[Any]) -> pa.Array:
+    """A comparison's answer for each of a column's values: true, false or null."""
     if operator == pb.OPERATOR_IS_NULL:
         if values:
             raise _refuse(f"{name} IS_NULL takes no values, not {len(values)}")

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from dualform.engine.errors import InvalidArgumentError
+from dualform.engine.rows.bitmaps import Bitmaps
 from dualform.engine.rows.filters import evaluate
 from dualform.store.grouping import Grouping, group
 from dualform.v1 import attribution_pb2 as pb
@@ -48,7 +49,7 @@ class Table:
 
     @cached_property
     def columns(self) -> Mapping[str, pa.Array]:
-        """Metadata columns by name, [total], by position."""
+        """Metadata columns by name, [total], by position; text may be dictionaries."""
         return self._columns()
 
     def grouping(self, column: str, field: str = "group_by") -> Grouping:
@@ -74,10 +75,18 @@ class Table:
         Returns:
             bool [total], by position.
         """
-        mask = self.everything if where is None else evaluate(where, self.columns)
+        mask = self.everything if where is None else evaluate(where, self.columns, self.bitmaps_of)
         return mask if before_step is None else mask & (self.steps < before_step)
+
+    def bitmaps_of(self, column: str) -> Bitmaps | None:
+        """What filters of the column are made from, where that pays; None where it does not."""
+        return None
 
     def take(self, positions: np.ndarray) -> dict[str, pa.Array]:
         """Every column at these positions [n]; null where a position is negative."""
         index = pa.array(positions, mask=positions < 0)
-        return {name: column.take(index) for name, column in self.columns.items()}
+        taken = {name: column.take(index) for name, column in self.columns.items()}
+        return {
+            name: own.dictionary_decode() if pa.types.is_dictionary(own.type) else own
+            for name, own in taken.items()
+        }

@@ -11,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from dualform.engine.errors import DataLossError
 from dualform.engine.memory.layer import Layer
 from dualform.engine.memory.shards import Shard, Stop, as_slice, check_stop, tile_rows
 from dualform.engine.memory.sketch import SketchedQueries, best_rows
@@ -34,14 +35,17 @@ _SEEDED_GROUPS = 64
 
 def sketches_apply(layer: Layer, ranking: Ranking, device: torch.device) -> str | None:
     """Why sketches can't answer this question; None where they can."""
-    if layer.basis is None:
-        return f"layer {layer.name!r} has no sketches"
+    try:
+        if layer.basis is None:
+            return f"layer {layer.name!r} has no sketches"
+    except DataLossError as error:  # other strategies do without
+        return str(error)
     if ranking.contribution is not None:
         return "sketches bound attention weights, not contributions"
     return None if device.type == "cpu" else "sketches are read on the CPU alone"
 
 
-def faiss_applies(ranking: Ranking, whole: bool, device: torch.device) -> str | None:
+def faiss_applies(layer: Layer, ranking: Ranking, whole: bool, device: torch.device) -> str | None:
     """Why FAISS can't answer this question, of all rows or not; None where it can."""
     for given, what in (
         (ranking.grouping, "group_by"),
@@ -50,6 +54,8 @@ def faiss_applies(ranking: Ranking, whole: bool, device: torch.device) -> str | 
     ):
         if given is not None:
             return f"FAISS proposes rows by weight, without {what}"
+    if not layer.keys_are_float32:
+        return f"FAISS searches float32 keys, not {layer.manifest.key_encoding}"
     if ranking.order == "absolute":
         return "FAISS knows no absolute order"
     if not whole:
@@ -196,7 +202,7 @@ class Scan:
         self._scan_rows(_positions(where, done), queries, best)
         allowance = sketched.allowance(max(shard.max_norm for shard in span))
         kept = best.possible(bounds, allowance, where) & ~done
-        width = 4 * self._layer.d_in
+        width = self._layer.key_bytes
         left = int(np.count_nonzero(kept))
         self.asked += rows
         self.kept += left
@@ -264,9 +270,8 @@ def _asked(
     its sketches, which of them are meant, and how many."""
     positions, parts, counts = [], [], []
     for shard in span:
-        assert shard.sketch is not None
         inside = np.flatnonzero(selected[shard.start : shard.start + shard.rows])
-        parts.append((shard.sketch.rows(), as_slice(inside)))
+        parts.append((shard.sketches(), as_slice(inside)))
         counts.append(len(inside))
         positions.append(shard.start + inside)
     return as_slice(np.concatenate(positions)), parts, counts

@@ -14,7 +14,8 @@ import torch
 from dualform.engine.errors import CancelledError
 from dualform.engine.memory.exact import ExactWeights
 from dualform.engine.memory.layer import Layer
-from dualform.engine.memory.shards import TILE_BYTES, Stop
+from dualform.engine.memory.shards import TILE_BYTES, Stop, pick
+from dualform.store.encoding import FLOAT32
 
 CHUNK_BYTES = 1 << 20
 _CHUNK_ROWS = 1 << 14
@@ -37,7 +38,7 @@ def weights_in_row_order(
     """
     exact = ExactWeights(queries)
     rows = max(1, min(_CHUNK_ROWS, chunk_bytes // (4 * len(queries))))
-    tile = max(1, TILE_BYTES // (4 * layer.d_in))
+    tile = max(1, TILE_BYTES // FLOAT32.row_bytes(layer.d_in))
     for shard in layer.shards:
         ids = layer.space.ids[shard.start : shard.start + shard.rows]
         order = np.argsort(ids)
@@ -48,7 +49,7 @@ def weights_in_row_order(
                 if stop is not None and stop():
                     raise CancelledError("the caller gave up; the scan stopped between two tiles")
                 inside = chunk[start : start + tile]
-                keys = torch.index_select(shard.keys.rows(), 0, torch.from_numpy(inside))
+                keys = pick(shard.keys.rows(), inside)
                 finite = layer.finite[shard.start + inside]
                 weights[:, start : start + tile] = exact.of(keys, finite)
             yield int(ids[chunk[0]]), weights

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from dualform.engine.errors import DataLossError
 from dualform.engine.memory.fold import fold
 from dualform.engine.memory.layer import Layer
 from dualform.engine.memory.shards import Stop
@@ -51,12 +52,19 @@ def whole_runs(layer: Layer, prepared: PreparedSums) -> np.ndarray:
     """The runs whose stored key sums can stand for their rows, bool [runs]."""
     selected, starts = prepared.selected, layer.space.run_starts
     signless = layer.nonnegative and bool((prepared.queries >= 0).all())
-    if layer.run_sums is None or (prepared.absolute and not signless):
+    if not _has_run_sums(layer) or (prepared.absolute and not signless):
         return np.zeros(len(starts), bool)
     whole = prepared.run_codes >= 0
     if selected is not layer.space.everything:
         whole &= np.logical_and.reduceat(selected, starts)
     return whole
+
+
+def _has_run_sums(layer: Layer) -> bool:
+    try:
+        return layer.run_sums is not None
+    except DataLossError:  # other strategies do without
+        return False
 
 
 def left_to_scan(layer: Layer, prepared: PreparedSums, summed: np.ndarray) -> np.ndarray:
@@ -99,7 +107,12 @@ def plan(layer: Layer, prepared: PreparedSums, strategy: str) -> Way:
         "distinct_keys": None,
         "scan": None,
     }
-    if layer.first_equal is None:
+    equal = None
+    try:
+        equal = None if strategy == "scan" else layer.first_equal
+    except DataLossError as error:  # other strategies do without
+        refused["distinct_keys"] = str(error)
+    if layer.manifest.equal_keys is None:
         refused["distinct_keys"] = (
             f"the index does not know which keys of layer {layer.name!r} are equal: either few "
             "come again, or it was built before this was looked for"
@@ -121,8 +134,8 @@ def plan(layer: Layer, prepared: PreparedSums, strategy: str) -> Way:
         beside = key_sums_seconds(layer, queries, int(np.count_nonzero(whole)))
     costs = {"scan": beside + sums_seconds(layer, queries, rows)}
     standing, keys = None, 0
-    if layer.first_equal is not None and strategy != "scan":
-        standing = first_rows(layer.first_equal, rest)
+    if equal is not None:
+        standing = first_rows(equal, rest)
         keys = int(np.count_nonzero(standing))
         costs["distinct_keys"] = beside + distinct_keys_seconds(layer, queries, rows, keys)
     own = chosen(strategy, costs, str(refused["key_sums"]))
@@ -143,7 +156,7 @@ def _no_key_sums(layer: Layer, prepared: PreparedSums, whole: np.ndarray, rows: 
     """Why key sums of whole runs, bool [runs], can't answer alone where so many rows are left."""
     if rows == 0:
         return None
-    if layer.run_sums is None:
+    if not _has_run_sums(layer):
         return f"layer {layer.name!r} has no key sums"
     if prepared.absolute and not whole.any():
         return "absolute weights are no product with a key sum"

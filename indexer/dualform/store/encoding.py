@@ -1,0 +1,136 @@
+"""How keys and values lie in files: the one place that knows how many bytes a row has, and how a
+row becomes float32 numbers.
+
+Keys and values are stored as the training run had them: float32, or the 16-bit numbers of mixed
+precision, which are exact float32 numbers with half the bytes. Whoever writes says which
+(`Record.encoding` for a recording's pass), manifests carry the name, and whoever reads gets float32
+numbers that are equal to what was stored.
+
+Rows lie one after the other, `row_bytes(d)` each. A new encoding is a subclass here, listed in
+`ENCODINGS`: its name is that of the torch dtype that its numbers have, by which the engine maps a
+file without copying it.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+
+NPY_HEADER_BYTES = 128
+
+
+class Encoding(ABC):
+    """How numbers are stored.
+
+    Attributes:
+        name: In manifests; the name of the torch dtype too.
+        stored: The NumPy dtype that has the numbers' bytes, little-endian.
+    """
+
+    name: ClassVar[str]
+    stored: ClassVar[np.dtype[Any]]
+
+    def row_bytes(self, d: int) -> int:
+        """Bytes of a row of d numbers."""
+        return int(self.stored.itemsize) * d
+
+    @abstractmethod
+    def widen(self, rows: np.ndarray) -> np.ndarray:
+        """Stored numbers, of any shape, as the float32 numbers that are equal to them."""
+
+    @abstractmethod
+    def keys_header(self, d: int, rows: int) -> bytes:
+        """The bytes that make rows of keys after them a file that `faiss.read_index` opens."""
+
+    def values_header(self, rows: int, d: int) -> bytes:
+        """The 128 bytes that make rows of values after them a .npy file [rows, d]."""
+        return npy_header(self.stored.str, (rows, d))
+
+    def keys_bytes(self, d: int, rows: int) -> int:
+        """Size of a file of keys."""
+        return len(self.keys_header(d, rows)) + rows * self.row_bytes(d)
+
+    def values_bytes(self, rows: int, d: int) -> int:
+        """Size of a file of values."""
+        return NPY_HEADER_BYTES + rows * self.row_bytes(d)
+
+
+class Float32(Encoding):
+    """Keys are a `faiss.IndexFlatIP`."""
+
+    name = "float32"
+    stored = np.dtype("<f4")
+
+    def widen(self, rows: np.ndarray) -> np.ndarray:
+        return rows
+
+    def keys_header(self, d: int, rows: int) -> bytes:
+        return b"IxFI" + _index_header(d, rows) + struct.pack("<Q", rows * d)
+
+
+class _Half(Encoding):
+    """16 bits a number; keys are a `faiss.IndexScalarQuantizer` for inner products."""
+
+    quantizer: ClassVar[int]  # its ScalarQuantizer::QuantizerType
+
+    def keys_header(self, d: int, rows: int) -> bytes:
+        # qtype, rangestat (min-max), its argument, d, bytes of a code, no trained numbers.
+        quantizer = struct.pack("<iifQQQ", self.quantizer, 0, 0.0, d, 2 * d, 0)
+        return b"IxSQ" + _index_header(d, rows) + quantizer + struct.pack("<Q", 2 * rows * d)
+
+
+class BFloat16(_Half):
+    """The upper half of a float32."""
+
+    name = "bfloat16"
+    stored = np.dtype("<u2")  # NumPy has no bfloat16: the bits
+    quantizer = 7
+
+    def widen(self, rows: np.ndarray) -> np.ndarray:
+        return np.asarray((rows.astype("<u4") << np.uint32(16)).view("<f4"))
+
+
+class Float16(_Half):
+    """IEEE half precision."""
+
+    name = "float16"
+    stored = np.dtype("<f2")
+    quantizer = 4
+
+    def widen(self, rows: np.ndarray) -> np.ndarray:
+        return np.asarray(rows.astype("<f4"))
+
+
+FLOAT32 = Float32()
+
+ENCODINGS: Mapping[str, Encoding] = {own.name: own for own in (FLOAT32, BFloat16(), Float16())}
+"""By name."""
+
+
+def encoding(name: object) -> Encoding:
+    """An encoding by its name, or ValueError with those there are."""
+    if not isinstance(name, str) or name not in ENCODINGS:
+        raise ValueError(f"no encoding {name!r:.60}; there are {', '.join(ENCODINGS)}")
+    return ENCODINGS[name]
+
+
+def npy_header(descr: str, shape: tuple[int, ...]) -> bytes:
+    """The 128 bytes that make the numbers after them a .npy file of this shape."""
+    buffer = io.BytesIO()
+    header = {"descr": descr, "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(buffer, header)
+    data = buffer.getvalue()
+    if len(data) != NPY_HEADER_BYTES:
+        raise ValueError(f"unexpected .npy header of {len(data)} bytes")
+    return data
+
+
+def _index_header(d: int, rows: int) -> bytes:
+    """FAISS's own: d, n, two unused numbers, trained, inner product."""
+    inner_product = 0
+    return struct.pack("<iqqq?i", d, rows, 1 << 20, 1 << 20, True, inner_product)

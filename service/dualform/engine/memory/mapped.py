@@ -1,0 +1,76 @@
+"""Files as memory, without a descriptor: a map needs none once it is made.
+
+Python's own maps keep a duplicate of their descriptor for good, so that an index of many shards
+would use up what the process may open.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import weakref
+from functools import cache
+from typing import Any
+
+_FAILED = ctypes.c_void_p(-1).value
+
+
+def map_file(fd: int, size: int) -> Any:
+    """Map a file's first bytes, privately: nothing that is written reaches the file.
+
+    Args:
+        fd: An open descriptor; it may be closed after.
+        size: At least 1, and not beyond the file's end.
+
+    Returns:
+        A writable buffer of so many bytes. The map goes with the last object that refers to it.
+
+    Raises:
+        OSError: The system refuses.
+    """
+    libc = _libc()
+    # Writable, as torch wants memory to be.
+    protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE
+    address = libc.mmap(None, size, protection, flags, fd, 0)
+    if address == _FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    memory = (ctypes.c_ubyte * size).from_address(address)
+    release = weakref.finalize(memory, libc.munmap, address, size)
+    release.atexit = False  # the process ends anyway, and a thread may still read
+    return memory
+
+
+def advise(memory: Any, advice: int) -> None:
+    """Tell the system how mapped memory is read next: one of `mmap`'s MADV_ constants."""
+    _libc().madvise(ctypes.addressof(memory), len(memory), advice)
+
+
+def resident(address: int) -> bool | None:
+    """Whether a page of mapped memory is in the page cache; None where the system can't tell."""
+    look = getattr(_libc(), "mincore", None)
+    found = ctypes.c_ubyte()
+    page = ctypes.c_void_p(address // mmap.PAGESIZE * mmap.PAGESIZE)
+    if look is None or look(page, ctypes.c_size_t(1), ctypes.byref(found)) != 0:
+        return None
+    return bool(found.value & 1)
+
+
+@cache
+def _libc() -> Any:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_long,
+    ]
+    for call in (libc.munmap, libc.madvise):
+        call.restype = ctypes.c_int
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return libc
