@@ -1,7 +1,8 @@
-"""The best rows by contribution where rows have no coefficients: every row is scored exactly.
+"""The best rows by contribution where rows have no coefficients, but each step its own metric.
 
-Sketches bound dot products under one metric; here each step has its own. So all selected rows are
-scored in float64 and the best are taken, a few queries at a time.
+Every selected row is scored in float32 with a bound of the error; those that may be among the best
+are scored again in float64, in an order of additions that depends on nothing but the row, and
+rounded once.
 """
 
 from __future__ import annotations
@@ -10,16 +11,23 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from dualform.engine.memory.float64 import pair_dots
 from dualform.engine.memory.layer import Layer
 from dualform.engine.memory.shards import Stop
 from dualform.engine.rows.groups import Groups
 from dualform.engine.topk.ranking import Ranking, merit
 from dualform.engine.topk.top_k import Hits
-from dualform.engine.totals.metric import UnitMetric, scores_by_metric
+from dualform.engine.totals.metric import UnitMetric
 from dualform.store.grouping import Grouping
 
 SCORE_BYTES = 256 << 20
-"""Scores that are held at once."""
+"""Scores and bounds that are held at once."""
+
+EXACT_ROWS = 4096
+"""Rows that are scored exactly at once."""
+
+_FLOAT32_UNIT = 2.0**-24
+_SAFE = 1e30
 
 
 def best_by_metric(
@@ -50,16 +58,19 @@ def best_by_metric(
     assert not isinstance(distinct, str)
     positions = np.full((len(queries), ranking.groups, ranking.k), -1, np.int64)
     scores = np.full(positions.shape, np.nan, np.float32)
-    step = max(1, SCORE_BYTES // (4 * max(1, layer.rows)))
+    step = max(1, SCORE_BYTES // (8 * max(1, layer.rows)))
     members = _members(grouping, selected)
     same = None if distinct is None else _values(layer, distinct)
     for first in range(0, len(queries), step):
-        found = scores_by_metric(layer, queries[first : first + step], metric, unit, selected, stop)
-        for number, own in enumerate(found, first):
+        asked = queries[first : first + step]
+        proposed, errors = _proposals(layer, asked, metric, unit, selected, stop)
+        for number in range(len(asked)):
             for group, rows in enumerate(members):
-                best = _best(layer, ranking, rows, own[rows], same)
-                positions[number, group, : len(best)] = best
-                scores[number, group, : len(best)] = own[best]
+                near = _possible(ranking, rows, proposed[number], errors[number], same)
+                own = _exact(layer, asked[number], metric, unit, near)
+                order = _ordered(layer, ranking, near, own, same)
+                cell = (first + number, group, slice(0, len(order)))
+                positions[cell], scores[cell] = near[order], own[order]
     found_rows = positions >= 0
     ids = np.full(positions.shape, -1, np.int64)
     ids[found_rows] = layer.space.ids[positions[found_rows]]
@@ -88,18 +99,92 @@ def _values(layer: Layer, distinct: Grouping) -> np.ndarray:
     return codes
 
 
-def _best(
+def _proposals(
+    layer: Layer,
+    queries: torch.Tensor,
+    metric: UnitMetric,
+    unit: int,
+    selected: np.ndarray,
+    stop: Stop | None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Scores in float32 and bounds of their errors, both float32 [n, total], by position.
+
+    Rows whose numbers float32 might not hold have an infinite bound.
+    """
+    shape = (len(queries), layer.rows)
+    scores, errors = np.zeros(shape, np.float32), np.full(shape, np.inf, np.float32)
+    asked = [metric.weight * query.double() for query in queries]
+    lengths = [torch.linalg.vector_norm(own, dim=1).numpy() for own in asked]
+    single = [own.float() for own in asked]
+    # Products, their sum, the metric's rounding to float32, the bias's and the value's product.
+    unit_errors = (layer.d_in + 8) * _FLOAT32_UNIT
+    for shard in layer.shards:
+        inside = selected[shard.start : shard.start + shard.rows]
+        for tile in shard.tiles(inside, 1, stop=stop):
+            steps = tile.steps
+            which = torch.from_numpy(steps)
+            values = np.abs(own := layer.values_at(tile.positions, unit)).astype(np.float64)
+            bias = metric.bias.numpy()[steps]
+            for number in range(len(queries)):
+                dots = (tile.keys * single[number][which]).sum(1).numpy()
+                size = lengths[number][steps] * tile.max_norm + np.abs(bias)
+                with np.errstate(all="ignore"):
+                    scores[number, tile.positions] = (dots + bias) * own
+                    bound = size * values * unit_errors * 1.01 + 1e-37
+                    bound[~(size * np.maximum(values, 1.0) < _SAFE)] = np.inf
+                    errors[number, tile.positions] = np.nextafter(
+                        bound.astype(np.float32), np.float32(np.inf)
+                    )
+    return scores, errors
+
+
+def _possible(
+    ranking: Ranking,
+    rows: np.ndarray,
+    scores: np.ndarray,
+    errors: np.ndarray,
+    same: np.ndarray | None,
+) -> np.ndarray:
+    """Those of the rows that may be among the best, by position; ties are among them."""
+    own, bounds = scores[rows].astype(np.float64), errors[rows].astype(np.float64)
+    merits = merit(torch.from_numpy(own), ranking.order).numpy()
+    least, most = merits - bounds, merits + bounds
+    counted = least
+    if same is not None:
+        # Of rows that are the same only one counts: the one that is certainly best.
+        order = np.argsort(-least, kind="stable")
+        _, first = np.unique(same[rows[order]], return_index=True)
+        counted = least[order[first]]
+    if len(counted) <= ranking.k:
+        return rows
+    kth = np.partition(counted, len(counted) - ranking.k)[len(counted) - ranking.k]
+    return np.asarray(rows[most >= kth - abs(kth) * 2.0**-22 - 2.0**-149])
+
+
+def _exact(
+    layer: Layer, query: torch.Tensor, metric: UnitMetric, unit: int, rows: np.ndarray
+) -> np.ndarray:
+    """Scores of rows, ascending by position: float64 products and sums, rounded once; float32."""
+    out = np.empty(len(rows), np.float32)
+    wide = query.double().numpy()
+    for first in range(0, len(rows), EXACT_ROWS):
+        part = slice(first, first + EXACT_ROWS)
+        steps = layer.space.steps[rows[part]]
+        asked = metric.weight.numpy()[steps] * wide
+        dots = pair_dots(layer.keys_at(rows[part]).numpy(), asked) + metric.bias.numpy()[steps]
+        with np.errstate(over="ignore"):
+            found = dots * layer.values_at(rows[part], unit).astype(np.float64)
+            out[part] = found.astype(np.float32)
+    return np.asarray(out + np.float32(0))
+
+
+def _ordered(
     layer: Layer, ranking: Ranking, rows: np.ndarray, scores: np.ndarray, same: np.ndarray | None
 ) -> np.ndarray:
-    """The best k of these rows, by position, in order; of rows that are the same only the best."""
+    """The places of the best k rows, in order; of rows that are the same only the best."""
     merits = merit(torch.from_numpy(scores), ranking.order).numpy()
-    ids = layer.space.ids[rows]
-    if same is None and len(rows) > ranking.k:
-        kth = np.partition(merits, len(merits) - ranking.k)[len(merits) - ranking.k]
-        kept = merits >= kth
-        rows, merits, ids = rows[kept], merits[kept], ids[kept]
-    order = np.lexsort((ids, -merits))
+    order = np.lexsort((layer.space.ids[rows], -merits))
     if same is not None:
         _, first = np.unique(same[rows[order]], return_index=True)
         order = order[np.sort(first)]
-    return np.asarray(rows[order[: ranking.k]])
+    return np.asarray(order[: ranking.k])

@@ -16,7 +16,6 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from dualform.engine.memory.layer import Layer
@@ -80,8 +79,8 @@ def unit_metric(
     def keep(name: str, step: int, transition: Transition) -> None:
         moves[name][step] = Transition(*(_row(factor, row) for factor in transition))
 
-    for rows in steps_in_order(layer, 0, end, stop):
-        values = rows.values[:, units].contiguous()
+    for rows in steps_in_order(layer, 0, end, stop, units):
+        values = rows.values.contiguous()
         weight.advance(rows.step, lambda step, t: keep("weight", step, t))
         weight.take(products_of(rows.keys, values), (), lambda step, t: keep("weight", step, t))
         if bias is not None:
@@ -153,35 +152,3 @@ class UnitMetrics:
             while sum(own.nbytes for own in self._kept.values()) > self._most_bytes:
                 self._kept.popitem(last=False)
         return found
-
-
-def scores_by_metric(
-    layer: Layer,
-    queries: torch.Tensor,
-    metric: UnitMetric,
-    unit: int,
-    selected: np.ndarray,
-    stop: Stop | None,
-) -> np.ndarray:
-    """Contributions of rows to a unit, in float64, rounded once.
-
-    Args:
-        layer: Whose rows.
-        queries: float32 [n, d_in].
-        metric: The unit's.
-        unit: The output unit.
-        selected: bool [total], by position: the rows to score, all before the metric's end.
-        stop: Asked at every step.
-
-    Returns:
-        float32 [n, total], by position; NaN for rows that are not selected.
-    """
-    scores = np.full((len(queries), layer.rows), np.nan, np.float32)
-    wide = queries.double()
-    end = len(metric.weight)
-    for rows in steps_in_order(layer, 0, end, stop, selected):
-        asked = (wide * metric.weight[rows.step]).T
-        weights = rows.keys.double() @ asked + metric.bias[rows.step]
-        found = weights * rows.values[:, unit].double()[:, None]
-        scores[:, rows.positions] = found.T.float().numpy()
-    return np.asarray(scores + np.float32(0))

@@ -25,7 +25,7 @@ class StepRows:
         step: Its number.
         positions: int64 [n], in order of row id.
         keys: float32 [n, d_in].
-        values: float32 [n, d_out].
+        values: float32 [n, d_out], or of the units that were asked for.
     """
 
     step: int
@@ -35,7 +35,7 @@ class StepRows:
 
 
 def steps_in_order(
-    layer: Layer, first: int, end: int, stop: Stop | None, selected: np.ndarray | None = None
+    layer: Layer, first: int, end: int, stop: Stop | None, units: slice = slice(None)
 ) -> Iterator[StepRows]:
     """The steps from `first` up to `end` that have rows.
 
@@ -43,7 +43,7 @@ def steps_in_order(
         layer: Whose rows; its index has values.
         first, end: Half-open range of steps.
         stop: Asked before each step.
-        selected: bool [total], by position: these rows alone; None for all.
+        units: Of the values, those of these output units alone.
 
     Raises:
         CancelledError: `stop` is true.
@@ -54,8 +54,7 @@ def steps_in_order(
     for shard in layer.shards:
         own = slice(shard.start, shard.start + shard.rows)
         steps = space.steps[own]
-        wanted = (steps >= first) & (steps < end)
-        inside = np.flatnonzero(wanted if selected is None else wanted & selected[own])
+        inside = np.flatnonzero((steps >= first) & (steps < end))
         inside = inside[np.argsort(space.ids[own][inside], kind="stable")]
         if not len(inside):
             continue
@@ -65,7 +64,9 @@ def steps_in_order(
         for rows in np.split(inside, bounds):
             check_stop(stop)
             which = torch.from_numpy(rows)
-            found = StepRows(int(steps[rows[0]]), rows + shard.start, keys[which], values[which])
+            found = StepRows(
+                int(steps[rows[0]]), rows + shard.start, keys[which], values[which, units]
+            )
             if waiting and waiting[0].step != found.step:
                 yield _joined(waiting)
                 waiting = []
