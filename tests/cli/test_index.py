@@ -98,10 +98,12 @@ def test_verify_says_no_with_status_1(recording: Path, tmp_path: Path) -> None:
 def test_verify_says_yes_with_status_0(digits_index: Path) -> None:
     done = dualform("index", "verify", digits_index)
     assert done.status == 0, done
+    assert re.search(r"\nlayer +ok +weight error +bias error +output error ", done.out)
     report = json.loads(dualform("index", "verify", digits_index, "--json").out)
     assert report["ok"]
     assert [layer["layer"] for layer in report["layers"]] == ["0", "2", "4"]
     assert all(layer["weight_error"] <= 1e-4 for layer in report["layers"])
+    assert all(0 < layer["output_error"] <= 1e-5 for layer in report["layers"])
 
 
 def test_verify_finds_one_flipped_bit(memory: Memory, tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from dualform.optimizers import FAMILIES
+
 from .demo_run import DUALFORM
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,6 +112,18 @@ def test_every_path_in_the_map_exists() -> None:
     assert not missing
     for page in ("README.md", "CONTRIBUTING.md"):
         assert "docs/architecture.md" in (ROOT / page).read_text(), page
+
+
+def test_the_ledgers_columns_are_the_families() -> None:
+    text = (ROOT / "docs" / "format.md").read_text()
+    said = {
+        family: (re.findall(r"`(\w+)`", columns), re.findall(r"`(\w+)`", buffers))
+        for family, columns, buffers in re.findall(r"^\| `(\w+)` \| (.*) \| (.*) \|$", text, re.M)
+    }
+    assert said == {
+        name: (list(family.settings_type._fields), list(family.buffers))
+        for name, family in FAMILIES.items()
+    }
 
 
 def test_every_page_is_in_the_index() -> None:

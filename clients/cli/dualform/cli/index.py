@@ -196,20 +196,22 @@ def _print_report(report: VerifyReport) -> None:
     if report.layers:
         print()
         print_table(
-            ["layer", "ok", "weight error", "bias error", "exact steps", "note"],
+            ["layer", "ok", "weight error", "bias error", "output error", "exact steps", "note"],
             [
                 [
                     layer.layer,
                     layer.ok,
                     layer.weight_error,
                     layer.bias_error,
+                    layer.output_error,
                     layer.exact_steps,
                     layer.note,
                 ]
                 for layer in report.layers
             ],
         )
-        print("errors are relative: |rebuilt - trained| / |trained - initial|, Frobenius norm")
+        print("errors are relative: |rebuilt - trained| / |trained - initial|, Frobenius norm;")
+        print("of outputs, the largest part that no row explains")
 
 
 def _set_threads() -> None:

@@ -104,9 +104,9 @@ class DualOutput:
         counts: int64 [groups]; None without group_by.
         coverage: Rows taken into account.
         plan: How the answer was found.
-        residual: float32 [n, d_out], with group_by and at_step, without filter, where the whole
-            output starts from a stored state: the whole less `initial` and all parts, what
-            training's float32 rounded up to that state. None otherwise: parts add up without.
+        residual: float32 [n, d_out], what neither `initial` nor any row explains of the layer's
+            own output. At a step it is known where weights were stored before it and no filter is
+            given (of SGD's whole output it is in `values`, and None). None where nobody knows.
     """
 
     values: np.ndarray
