@@ -56,10 +56,11 @@ class Recorder:
 
     Args:
         model: The whole model, already on its device.
-        optimizer: Exact for torch.optim.SGD itself (momentum, dampening, Nesterov, weight decay,
-            schedules, clipping); for any other the attention weights stay exact and the recording
-            says that the rest is not. What `accelerator.prepare` and Lightning's
-            `self.optimizers()` return will do: the optimizer that they wrap is recorded.
+        optimizer: Exact for the families of `dualform.optimizers` (SGD, Adam, AdamW and most of
+            torch.optim, with schedules and clipping); for any other the attention weights stay
+            exact and the recording says that the rest is not. What `accelerator.prepare` and
+            Lightning's `self.optimizers()` return will do: the optimizer that they wrap is
+            recorded.
         path_or_sink: A directory that does not exist yet, or a sink.
         layers: Names or glob patterns as in `model.named_modules()` (of a compiled model: of the
             one it was made from); None for every supported layer that is called, whose weight the
