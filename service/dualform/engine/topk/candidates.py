@@ -45,12 +45,22 @@ class Candidates:
 
     @classmethod
     def join(cls, parts: Sequence[Candidates]) -> Candidates:
+        if len(parts) == 1:
+            return parts[0]
         names = cls.__dataclass_fields__
         return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
 
     def where(self, which: np.ndarray) -> Candidates:
         """Those at these places, bool [m] or int64."""
-        return Candidates(*(getattr(self, name)[which] for name in self.__dataclass_fields__))
+        return Candidates(
+            self.cells[which],
+            self.merits[which],
+            self.errors[which],
+            self.ids[which],
+            self.positions[which],
+            self.values[which],
+            self.scores[which],
+        )
 
     def __len__(self) -> int:
         return len(self.cells)

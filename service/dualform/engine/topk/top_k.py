@@ -95,7 +95,7 @@ class TopK:
         self._bound = (self.longest, error_bound(queries.shape[1], self._norms, self.longest))
         self.error = self._bound[1].numpy()
         self._limits = np.full(len(queries) * len(self._groups), -np.inf)
-        self._parts = [Candidates.empty()]
+        self._parts: list[Candidates] = []
         self._pending = 0
         self._compress_at = self._soon()
 
@@ -310,8 +310,8 @@ class TopK:
         self._pending += len(part)
 
     def _joined(self) -> Candidates:
-        if len(self._parts) > 1:
-            self._parts = [Candidates.join(self._parts)]
+        if len(self._parts) != 1:
+            self._parts = [Candidates.join(self._parts) if self._parts else Candidates.empty()]
         return self._parts[0]
 
     def _replace(self, part: Candidates) -> None:
@@ -362,11 +362,20 @@ class TopK:
         part = self._joined()
         scores = self._scores.of(part)
         order, rank = self._ranked(part, scores)
-        keep = order[rank < self._k]
-        part = replace(part.where(keep), scores=scores[keep])
-        part = replace(part, merits=self._merits(part.scores), errors=np.zeros(len(part)))
+        best = rank < self._k
+        keep = order[best]
+        scores = scores[keep]
+        part = Candidates(
+            part.cells[keep],
+            self._merits(scores),
+            np.zeros(len(keep)),
+            part.ids[keep],
+            part.positions[keep],
+            part.values[keep],
+            scores,
+        )
         self._replace(part)
-        return part, rank[rank < self._k]
+        return part, rank[best]
 
     def _ranked(self, part: Candidates, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Order candidates by (cell, merit descending, row id), and each one's rank in its cell."""
