@@ -57,7 +57,7 @@ class Memory:
     def table(self, rows: np.ndarray) -> Table:
         """What is known of some rows."""
         columns = {
-            name: pa.array([column[row] for row in rows], pa.string() if name == "label" else None)
+            name: pa.array([column[row] for row in rows], arrow_type(column))
             for name, column in self.columns.items()
         }
         return Table(self.ids[rows], self.steps[rows], lambda: columns)
@@ -95,6 +95,11 @@ class Memory:
             other = reducers.pop()
             reducers[0].merge(other)
         return reducers[0].result()
+
+
+def arrow_type(column: list[object]) -> pa.DataType:
+    """A column's type, whichever of its rows a tile has."""
+    return pa.string() if any(isinstance(value, str) for value in column) else pa.int64()
 
 
 @st.composite
