@@ -11,23 +11,27 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dualform.store.encoding import FLOAT32
+from dualform.store.encoding import FLOAT32, Encoding
 
 _TILE_BYTES = 4 << 20
-_SLACK = 1e-3
-"""Relative, and more than float32 loses in a norm: longer ones are computed again, in float64."""
+_LOST = 2e-7
+"""Relative, per number of a key, and more than float32 loses in a norm."""
+_SMALL = 1e-15
+"""Squares of shorter keys may be too small for float32."""
 
 
 @dataclass(frozen=True)
 class KeyFacts:
-    """Of one shard.
+    """Of one shard. Held with NumPy in one thread, beside whatever else the process does.
 
     Attributes:
+        encoding: How the keys are stored.
         finite: bool [rows]: which keys are finite.
         max_norm: Upper bound of the finite keys' Euclidean norms.
         nonnegative: No key has a negative number.
     """
 
+    encoding: Encoding
     finite: np.ndarray
     max_norm: float
     nonnegative: bool
@@ -35,30 +39,33 @@ class KeyFacts:
     def wrong(self, keys: torch.Tensor) -> str | None:
         """What the keys, [rows, d] as stored, are not; None where they are all that."""
         step = max(1, _TILE_BYTES // FLOAT32.row_bytes(keys.shape[1]))
+        stored = keys.view(torch.uint8).numpy()
         for first in range(0, len(keys), step):
-            tile = torch.empty(keys[first : first + step].shape, dtype=torch.float32, device="cpu")
-            what = self._wrong(tile.copy_(keys[first : first + step]), first)
+            aligned = stored[first : first + step].copy()  # as bytes: mapped numbers are not
+            tile = self.encoding.widen(aligned.view(self.encoding.stored))
+            what = self._wrong(tile, first)
             if what is not None:
                 return what
         return None
 
-    def _wrong(self, keys: torch.Tensor, first: int) -> str | None:
-        norms = torch.linalg.vector_norm(keys, dim=1).double().numpy()
+    def _wrong(self, keys: np.ndarray, first: int) -> str | None:
         finite = self.finite[first : first + len(keys)]
+        with np.errstate(all="ignore"):
+            norms = np.sqrt(np.einsum("ij,ij->i", keys, keys, dtype=np.float32)).astype(np.float64)
         # A sum of squares that float32 can't hold is no proof: of those rows, each number is asked.
         odd = np.flatnonzero(~np.isfinite(norms))
         is_finite = np.ones(len(keys), bool)
-        is_finite[odd] = torch.isfinite(keys[torch.from_numpy(odd)]).all(dim=1).numpy()
+        is_finite[odd] = np.isfinite(keys[odd]).all(axis=1)
         if not np.array_equal(is_finite, finite):
             row = first + int(np.argmax(is_finite != finite))
-            return f"the key in place {row} is {'' if finite[row - first] else 'as '}not finite"
-        with np.errstate(invalid="ignore"):
-            near = np.flatnonzero(finite & ~(norms <= self.max_norm * (1 - _SLACK)))
+            said = "finite" if finite[row - first] else "not finite"
+            return f"the key in place {row} is not what the manifest says it is: {said}"
+        sure = (norms <= self.max_norm * (1 - _LOST * (keys.shape[1] + 8))) & (norms > _SMALL)
+        near = np.flatnonzero(finite & ~sure)
         if near.size:
-            wide = keys[torch.from_numpy(near)].double()
-            longest = float(torch.linalg.vector_norm(wide, dim=1).max())
+            longest = float(np.linalg.norm(keys[near].astype(np.float64), axis=1).max())
             if longest > self.max_norm:
                 return f"a key is {longest:g} long where max_norm is {self.max_norm:g}"
-        if self.nonnegative and not bool((keys >= 0).all()):
+        if self.nonnegative and not (keys >= 0).all():
             return "a key has a negative number where the manifest says nonnegative"
         return None

@@ -200,7 +200,7 @@ def open_layer(path: Path, layer: IndexLayer, space: RowSpace, rows: Rows) -> La
     keys_as, values_as = encoding(layer.key_encoding), encoding(layer.value_encoding)
     shards = []
     for place, own in zip(space.shards, layer.shards, strict=True):
-        facts = KeyFacts(_finite(own, place.rows), own.max_norm, own.nonnegative)
+        facts = KeyFacts(keys_as, _finite(own, place.rows), own.max_norm, own.nonnegative)
         shape = (place.rows, layer.d_in)
         header = keys_as.keys_header(layer.d_in, place.rows)
         keys = ShardFile(path, own.keys, shape, header, keys_as, facts.wrong)
