@@ -55,7 +55,7 @@ def test_a_key_that_is_not_finite_and_not_named(tmp_path: Path, odd: float) -> N
     keys[4, 7] = odd
     path = make_index(tmp_path, keys, None, shard_rows=60)
     ask(path)
-    with pytest.raises(DataLossError, match="key in place 4 is not .*: finite"):
+    with pytest.raises(DataLossError, match=r"key in place 4 is not .*: finite"):
         ask(path, nonfinite=())
 
 
