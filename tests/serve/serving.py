@@ -34,6 +34,14 @@ class Served:
     address: str
     channel: grpc.Channel
     catalog: Catalog
+    config: ServerConfig
+    server: Server
+    loop: asyncio.AbstractEventLoop
+
+    def reload(self, config: ServerConfig | None = None) -> None:
+        """What SIGHUP does."""
+        reloaded = self.server.reload(config or self.config)
+        asyncio.run_coroutine_threadsafe(reloaded, self.loop).result(60)
 
     @property
     def stub(self) -> attribution_pb2_grpc.AttributionServiceStub:
@@ -49,17 +57,31 @@ def serving(
     indexes: Mapping[str, Path],
     limits: ServerLimits | None = None,
     catalog_type: type[Catalog] = Catalog,
+    credentials: grpc.ChannelCredentials | None = None,
+    **settings: Any,
 ) -> Iterator[Served]:
-    """Serve on a free port; drain at the end."""
-    config = ServerConfig(indexes, listen="127.0.0.1:0", limits=limits or ServerLimits())
+    """Serve on a free port; drain at the end.
+
+    Args:
+        indexes: By name.
+        limits: The server's.
+        catalog_type: Answers.
+        credentials: For the client's channel.
+        settings: Other fields of ServerConfig.
+    """
+    config = ServerConfig(
+        indexes, listen="127.0.0.1:0", limits=limits or ServerLimits(), **settings
+    )
     own = config.limits
     catalog = catalog_type(indexes, limits=Limits(own.max_k, own.max_queries, own.max_message_mib))
     ready, told = threading.Event(), threading.Event()
     address: list[str] = []
+    running: list[Any] = []
     failure: list[BaseException] = []
 
     async def main() -> None:
         server = Server(config, catalog)
+        running[:] = [server, asyncio.get_running_loop()]
         address.append(await server.start())
         ready.set()
         while not told.is_set():
@@ -82,8 +104,12 @@ def serving(
         assert ready.wait(30)
         assert not failure, failure
         options = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
-        with grpc.insecure_channel(address[0], options=options) as channel:
-            yield Served(address[0], channel, catalog)
+        with (
+            grpc.insecure_channel(address[0], options=options)
+            if credentials is None
+            else grpc.secure_channel(address[0], credentials, options=options)
+        ) as channel:
+            yield Served(address[0], channel, catalog, config, *running)
     finally:
         told.set()
         thread.join(60)

@@ -353,6 +353,14 @@ def test_a_taken_port_is_told(process: Any) -> None:
     assert "--port" in message
 
 
+def test_a_name_that_is_taken_on_one_of_its_addresses_is_told(process: Any) -> None:
+    _, address = process()
+    port = address.rpartition(":")[2]
+    second, line = process(f"localhost:{port}")
+    assert (second.wait(60), line) == (2, "")
+    assert f"cannot listen on localhost:{port}" in second.stderr.read()
+
+
 def test_nothing_to_serve_is_told(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text("{")
     done = subprocess.run(

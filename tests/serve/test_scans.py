@@ -11,6 +11,7 @@ import pytest
 
 from dualform.serve.scans import CHEAP_S, Asker, ScanQueue
 from dualform.serve.status import Refusal
+from dualform.serve.waiting import within
 
 
 class Gate:
@@ -233,5 +234,27 @@ def test_a_place_given_to_one_who_has_gone_goes_to_the_next() -> None:
             assert await asyncio.wait_for(asyncio.gather(*waiting[1:]), 5) == ["answer"] * 2
         await asyncio.wait_for(queue.drain(), 5)
         queue.close()
+
+    asyncio.run(main())
+
+
+def test_a_cancellation_that_comes_as_the_work_is_done_is_not_lost() -> None:
+    async def main() -> None:
+        done = asyncio.get_running_loop().create_future()
+
+        async def work() -> str:
+            return str(await done)
+
+        task = asyncio.create_task(within(60, work()))
+        await asyncio.sleep(0.01)
+        done.set_result("answer")
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        with pytest.raises(TimeoutError):
+            await within(0.01, asyncio.sleep(60))
+        assert await within(60, asyncio.sleep(0, "answer")) == "answer"
 
     asyncio.run(main())

@@ -11,16 +11,18 @@ import re
 import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import grpc
 
 from dualform.engine.errors import DataLossError
+from dualform.serve.access import Access, Client
 from dualform.serve.reading import RequestReader
 from dualform.serve.scans import Asker
 from dualform.serve.status import Refusal, refuse
+from dualform.serve.waiting import within
 
 REQUEST_ID = "x-request-id"
 """Metadata: taken from the caller where it is a short word, made otherwise, returned always."""
@@ -39,7 +41,8 @@ class Call:
     Attributes:
         method: The rpc's name.
         request_id: A word that the answer, its errors and the log share.
-        asker: Whom it is for.
+        client: Who asks.
+        asker: Whom its scans are for.
         began: Monotonic seconds.
         facts: What the report tells beside: index, layer, queries, k, rows, strategy.
         code: Canonical, once it has ended.
@@ -47,6 +50,7 @@ class Call:
 
     method: str
     request_id: str
+    client: Client
     asker: Asker
     began: float
     facts: dict[str, Any] = field(default_factory=dict)
@@ -61,6 +65,7 @@ class Calls:
     """Makes gRPC's handlers of functions that answer.
 
     Args:
+        access: Tells who may ask.
         reader: Reads the requests.
         damage_found: Awaited after an answer failed because of a damaged file.
         ended: Told of every call that ended.
@@ -69,11 +74,13 @@ class Calls:
 
     def __init__(
         self,
+        access: Access,
         reader: RequestReader,
         damage_found: Callable[[], Awaitable[None]],
         ended: Callable[[Call], None] = lambda call: None,
         unread: float | None = None,
     ) -> None:
+        self._access = access
         self._reader = reader
         self._damage_found = damage_found
         self._ended = ended
@@ -84,7 +91,7 @@ class Calls:
 
         async def handle(_: Any, context: Context) -> bytes:
             with self._reported(method, context) as call:
-                async with self._reader.read(context) as data:
+                async with self._read(call, context) as data:
                     found = data if isinstance(data, Refusal) else await answer(call, data)
                 if isinstance(found, Refusal):
                     await self._refuse(call, found, context)
@@ -99,7 +106,7 @@ class Calls:
 
         async def handle(_: Any, context: Context) -> None:
             with self._reported(method, context) as call:
-                async with self._reader.read(context) as data:
+                async with self._read(call, context) as data:
                     refused = data if isinstance(data, Refusal) else None
                     if isinstance(data, bytes):
                         refused = await self._send(call, parts(call, data), context)
@@ -110,6 +117,18 @@ class Calls:
 
         return grpc.stream_stream_rpc_method_handler(handle)
 
+    @asynccontextmanager
+    async def _read(self, call: Call, context: Context) -> AsyncGenerator[bytes | Refusal, None]:
+        found = self._access.client(context.invocation_metadata())
+        if isinstance(found, Refusal):
+            yield found  # before anything is read
+            return
+        call.client = found
+        if found.name:
+            call.asker.client = f"token {found.name}"
+        async with self._reader.read(context) as data:
+            yield data
+
     async def _send(
         self, call: Call, parts: AsyncGenerator[bytes | Refusal, None], context: Context
     ) -> Refusal | None:
@@ -119,8 +138,12 @@ class Calls:
                 if isinstance(part, Refusal):
                     return part
                 try:
-                    await asyncio.wait_for(context.write(part), self._unread)
-                except asyncio.TimeoutError:
+                    await within(self._unread, context.write(part))
+                except (grpc.aio.UsageError, grpc.aio.InternalError):
+                    # The client has gone, and gRPC has not got round to cancelling this call.
+                    call.code = "CANCELLED"
+                    return None
+                except TimeoutError:
                     return Refusal(
                         "DEADLINE_EXCEEDED",
                         f"the client took no part of the answer for {self._unread:g} s; read on, "
@@ -136,7 +159,7 @@ class Calls:
         known = isinstance(given, str) and _ID.fullmatch(given)
         request_id = str(given) if known else secrets.token_hex(8)
         peer = context.peer()
-        call = Call(method, request_id, Asker(peer, peer), time.monotonic())
+        call = Call(method, request_id, Client(), Asker(peer, peer), time.monotonic())
         try:
             yield call
         except asyncio.CancelledError:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import signal
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from dualform.serve import policy
@@ -17,31 +18,70 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("dualform.serve")
 
 
-def run(config: ServerConfig) -> int:
+def run(config: ServerConfig, again: Callable[[], ServerConfig] | None = None) -> int:
     """Serve until SIGTERM or SIGINT, then drain; another signal later ends the drain at once.
+
+    SIGHUP reads the configuration again: indexes, certificates and tokens change without a call
+    being dropped; what is wrong is logged, and stays as it was.
+
+    Args:
+        config: What to serve.
+        again: Reads the configuration again; without it SIGHUP looks for new versions of the same.
 
     Prints "listening on HOST:PORT" on standard output once ready; the log goes to standard error.
 
     Returns:
         Exit status: 0 after a drain, 2 where nothing can be served as configured.
     """
+    # Its default is to kill, and it may come before there is anything to read again.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     policy.apply()
-    logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
-    logging.getLogger("dualform").setLevel(logging.INFO)
+    from dualform.serve.reports import set_up_logs
+
+    set_up_logs(config.log)
     # After the policy: this imports torch and FAISS.
     from dualform.serve.server import open_catalog
 
     try:
         catalog = open_catalog(config)
         _report(catalog)
-        asyncio.run(_serve(config, catalog))
+        asyncio.run(_serve(config, catalog, again))
     except ConfigError as error:
         print(f"dualform serve: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-async def _serve(config: ServerConfig, catalog: Catalog) -> None:
+def check(config: ServerConfig) -> int:
+    """Say whether `run` would serve this: indexes are opened, certificates and tokens read.
+
+    Returns:
+        Exit status: 0 where all of it can be served, 2 otherwise, with the reasons.
+    """
+    policy.apply()
+    from dualform.serve.access import Access
+    from dualform.serve.server import open_catalog
+    from dualform.serve.tls import Certificates
+
+    try:
+        Access(config.tokens)
+        if config.tls is not None:
+            Certificates(config.tls)
+        catalog = open_catalog(config)
+    except ConfigError as error:
+        print(f"dualform serve: {error}", file=sys.stderr)
+        return 2
+    wrong = 0
+    for name in catalog.names:
+        damage = catalog.damage(name)
+        wrong += damage is not None
+        print(f"index {name}: {damage or 'can be served'}")
+    return 2 if wrong else 0
+
+
+async def _serve(
+    config: ServerConfig, catalog: Catalog, again: Callable[[], ServerConfig] | None = None
+) -> None:
     from dualform.serve.server import NOTICE_S, Server
 
     loop = asyncio.get_running_loop()
@@ -60,6 +100,22 @@ async def _serve(config: ServerConfig, catalog: Catalog) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, told)
     server = Server(config, catalog)
+    reloads: set[asyncio.Task[None]] = set()
+    one_at_a_time = asyncio.Lock()
+
+    async def reload() -> None:
+        async with one_at_a_time:
+            try:
+                await server.reload(config if again is None else again())
+            except Exception as error:
+                _LOG.error("nothing was changed: %s", error)
+
+    def reload_soon() -> None:
+        task = loop.create_task(reload())
+        reloads.add(task)
+        task.add_done_callback(reloads.discard)
+
+    loop.add_signal_handler(signal.SIGHUP, reload_soon)
     address = await server.start()
     print(f"listening on {address}", flush=True)
     await stop.wait()

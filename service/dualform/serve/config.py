@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 _DEVICES = ("auto", "cpu", "cuda")
+_LOGS = ("text", "json")
 
 
 class ConfigError(ValueError):
@@ -54,19 +55,39 @@ class ServerLimits:
 
 
 @dataclass(frozen=True)
+class TlsFiles:
+    """PEM files.
+
+    Attributes:
+        certificate: The server's certificate and those that it rests on.
+        key: Its private key, not encrypted.
+        client_ca: Clients must show a certificate signed by one of these; None asks for none.
+    """
+
+    certificate: Path
+    key: Path
+    client_ca: Path | None = None
+
+
+@dataclass(frozen=True)
 class ServerConfig:
     """What is served, and where.
 
     Attributes:
-        indexes: Index directories by the name they are served under.
+        indexes: Index directories, or folders of them, by the name they are served under.
         listen: "HOST:PORT"; port 0 takes a free one. IPv6 addresses in brackets.
         device: "auto", "cpu" or "cuda".
         limits: See `ServerLimits`.
         insecure: Says outright that listening beyond loopback without TLS is meant.
+        tls: Encrypts; see `TlsFiles`.
+        tokens: File of bearer tokens, see `dualform.serve.access`; None lets everyone ask.
+        open_health: Health checks need no token.
+        metrics: "HOST:PORT" where Prometheus finds metrics; None for nowhere.
+        log: "text" or "json" lines.
 
     Raises:
         ConfigError: A value of the wrong type or out of range, or an address beyond loopback
-            without `insecure`.
+            without TLS and without `insecure`.
 
     Example:
         >>> ServerConfig({"mnist": Path("indexes/mnist")}, listen="127.0.0.1:0").port
@@ -78,27 +99,44 @@ class ServerConfig:
     device: str = "auto"
     limits: ServerLimits = field(default_factory=ServerLimits)
     insecure: bool = False
+    tls: TlsFiles | None = None
+    tokens: Path | None = None
+    open_health: bool = False
+    metrics: str | None = None
+    log: str = "text"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.insecure, bool):
-            raise ConfigError(f"insecure is {self.insecure!r}; allowed are true and false")
+        for name in ("insecure", "open_health"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise ConfigError(f"{name} is {value!r}; allowed are true and false")
+        if self.log not in _LOGS:
+            raise ConfigError(f"log is {self.log!r}; allowed are {', '.join(_LOGS)}")
         if self.device not in _DEVICES:
             raise ConfigError(f"device is {self.device!r}; allowed are {', '.join(_DEVICES)}")
-        host, _ = _split_address(self.listen)
-        if not self.insecure and not _is_loopback(host):
+        host, _ = split_address("listen", self.listen)
+        if self.tls is None and not self.insecure and not _is_loopback(host):
             raise ConfigError(
                 f"listen is {self.listen!r}: anyone who reaches {host} could ask, unencrypted; "
-                "listen on 127.0.0.1, or say `insecure: true` in the configuration file"
+                "listen on 127.0.0.1, give `tls:`, or say `insecure: true` in the configuration "
+                "file"
             )
+        if self.metrics is not None:
+            host, _ = split_address("metrics", self.metrics)
+            if not self.insecure and not _is_loopback(host):
+                raise ConfigError(
+                    f"metrics is {self.metrics!r}: anyone who reaches {host} could read them, "
+                    "unencrypted; use 127.0.0.1, or say `insecure: true`"
+                )
 
     @property
     def host(self) -> str:
         """Name or address, without brackets."""
-        return _split_address(self.listen)[0]
+        return split_address("listen", self.listen)[0]
 
     @property
     def port(self) -> int:
-        return _split_address(self.listen)[1]
+        return split_address("listen", self.listen)[1]
 
     @classmethod
     def load(cls, path: Path | str) -> ServerConfig:
@@ -129,6 +167,10 @@ class ServerConfig:
         if "limits" in values:
             _check_keys("limits", values["limits"], [f.name for f in fields(ServerLimits)])
             values["limits"] = ServerLimits(**values["limits"])
+        if values.get("tls") is not None:
+            values["tls"] = _tls(values["tls"], folder)
+        if values.get("tokens") is not None:
+            values["tokens"] = _path("tokens", values["tokens"], folder)
         return cls(**values)
 
 
@@ -138,6 +180,11 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise ConfigError(
+                    f"a key in line {key.start_mark.line + 1} is a list or a mapping; keys are "
+                    "words"
+                )
             if key.value in seen:
                 raise ConfigError(
                     f"{key.value!r} occurs twice, again in line {key.start_mark.line + 1}"
@@ -165,24 +212,42 @@ def _indexes(data: Any, folder: Path) -> dict[str, Path]:
     return {name: folder / Path(path).expanduser() for name, path in data.items()}
 
 
+def _tls(data: Any, folder: Path) -> TlsFiles:
+    names = [f.name for f in fields(TlsFiles)]
+    _check_keys("tls", data, names)
+    for name in ("certificate", "key"):
+        if data.get(name) is None:
+            raise ConfigError(f"tls needs certificate and key; {name} is missing")
+    paths = {name: _path(f"tls.{name}", own, folder) for name, own in data.items() if own}
+    return TlsFiles(paths["certificate"], paths["key"], paths.get("client_ca"))
+
+
+def _path(name: str, value: Any, folder: Path) -> Path:
+    if not isinstance(value, str) or not value:
+        raise ConfigError(f"{name} is {value!r}; a path is needed")
+    return folder / Path(value).expanduser()
+
+
 def _check_integer(name: str, value: Any, least: int, most: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise ConfigError(f"{name} is {value!r}; allowed are integers from {least} to {most:,}")
 
 
-def _split_address(listen: Any) -> tuple[str, int]:
-    wrong = ConfigError(
-        f"listen is {listen!r}; say HOST:PORT, such as 127.0.0.1:50051 or [::1]:50051"
-    )
-    if not isinstance(listen, str):
-        raise wrong
-    host, colon, port = listen.rpartition(":")
-    if host.startswith("[") and host.endswith("]"):
-        host = host[1:-1]
-    elif ":" in host:
-        raise wrong
-    if not (colon and host and port.isascii() and port.isdigit() and int(port) <= 65535):
-        raise wrong
+def split_address(name: str, address: Any) -> tuple[str, int]:
+    """HOST:PORT, taken apart; brackets are left out.
+
+    Raises:
+        ConfigError: It is none; the message says `name`.
+    """
+    host, colon, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
+    bracketed = host.startswith("[") and host.endswith("]")
+    host = host[1:-1] if bracketed else host
+    known = port.isascii() and port.isdigit() and len(port) <= 5 and int(port) <= 65535
+    if not (colon and host and known) or (":" in host and not bracketed):
+        raise ConfigError(
+            f"{name} is {address!r}; say HOST:PORT with a port up to 65535, such as "
+            "127.0.0.1:50051 or [::1]:50051"
+        )
     return host, int(port)
 
 

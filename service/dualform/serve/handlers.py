@@ -8,7 +8,7 @@ together: whether they are alike must be known before.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -30,6 +30,8 @@ JOINED = frozenset({"TopK", "Sums", "DualOutput"})
 
 # Larger requests cost at least so many seconds per byte, which is known before they are decoded.
 _SECONDS_PER_BYTE = 1e-8
+# Of what a caller named, in the log.
+_MOST_LETTERS = 100
 
 
 def attribution_handlers(
@@ -57,40 +59,55 @@ def attribution_handlers(
 def _answer(
     method: str, request_name: str, catalog: Catalog, scans: ScanQueue, experience: Experience
 ) -> Answer:
-    def answer(request: Any, stop: Stop | None) -> bytes:
-        return bytes(catalog.answer(request, stop).SerializeToString())
+    def decoded(call: Call, data: bytes) -> Any:
+        request = _decoded(request_name, data)
+        _admit(call, request, catalog)
+        return request
 
-    def answer_all(requests: Sequence[Any], stop: Stop) -> list[bytes | Refusal]:
+    def answer_all(requests: Sequence[Any], stop: Stop) -> list[_Found | Refusal]:
+        wanted = _plans_asked(requests)
         if len(requests) == 1:
-            return [answer(requests[0], stop)]
+            return [_found(catalog.answer(requests[0], stop), wanted)]
         return [
-            Refusal.of(found) if isinstance(found, EngineError) else found.SerializeToString()
+            Refusal.of(found) if isinstance(found, EngineError) else _found(found, wanted)
             for found in catalog.answer_together(requests, stop)
         ]
 
     joined = JoinedScans(scans, answer_all, method)
 
-    async def answered(call: Call, data: bytes) -> bytes | Refusal:
+    async def found_of(call: Call, data: bytes) -> _Found | Refusal:
         if method not in CHEAP and len(data) > MOST_BYTES:
             call.asker.seconds = _SECONDS_PER_BYTE * len(data)
-            decoded_there = lambda stop: answer(_decoded(request_name, data), stop)  # noqa: E731
-            return await scans.run(decoded_there, what=method, asker=call.asker)
-        request = or_refusal(method, lambda: _decoded(request_name, data))
+            some = await scans.run(
+                lambda stop: answer_all([decoded(call, data)], stop), what=method, asker=call.asker
+            )
+            return some if isinstance(some, Refusal) else some[0]
+        request = or_refusal(method, lambda: decoded(call, data))
         if isinstance(request, Refusal):
             return request
         if method in CHEAP:
-            return or_refusal(method, lambda: answer(request, None))
+            return or_refusal(method, lambda: _listed(call, catalog.answer(request)))
         kind = kind_of(method, request)
         call.asker.seconds = experience.seconds(kind)
         if method in JOINED:
-            key = _key(method, request)
-            found = await joined.run(key, request, len(data), call.asker)
+            found: _Found | Refusal = await joined.run(
+                _key(method, request), request, len(data), call.asker
+            )
         else:
-            asked = lambda stop: answer(request, stop)  # noqa: E731
-            found = await scans.run(asked, what=method, asker=call.asker)
-        if isinstance(found, bytes):
+            some = await scans.run(
+                lambda stop: answer_all([request], stop), what=method, asker=call.asker
+            )
+            found = some if isinstance(some, Refusal) else some[0]
+        if not isinstance(found, Refusal):
             experience.learn(kind, call.asker.computed_s)
         return found
+
+    async def answered(call: Call, data: bytes) -> bytes | Refusal:
+        found = await found_of(call, data)
+        if isinstance(found, Refusal):
+            return found
+        call.facts.update(found.facts)
+        return found.data
 
     return answered
 
@@ -108,6 +125,7 @@ def _parts(
             current[:] = [stop]
             if not parts:
                 request = _decoded(request_name, data)
+                _admit(call, request, catalog)
                 parts.append(catalog.stream(request, lambda: current[0]()))
             part = next(parts[0], None)
             return None if part is None else bytes(part.SerializeToString())
@@ -129,6 +147,63 @@ def _parts(
             yield part
 
     return sent
+
+
+class _Found(NamedTuple):
+    """An encoded answer, and what the report says of it."""
+
+    data: bytes
+    facts: dict[str, Any]
+
+
+def _admit(call: Call, request: Any, catalog: Catalog) -> None:
+    """Note what is asked, of the index that the client may ask about.
+
+    Raises:
+        EngineError: There is none.
+    """
+    facts = call.facts
+    if "index" in request.DESCRIPTOR.fields_by_name:
+        request.index = call.client.index_for(request.index, catalog.names)
+        facts["index"] = request.index[:_MOST_LETTERS] or ",".join(catalog.names)
+    layers = [request] if hasattr(request, "layer") else getattr(request, "layers", [])
+    if layers:
+        facts["layer"] = ",".join(own.layer[:_MOST_LETTERS] for own in layers[:8])
+        facts["queries"] = sum(own.queries.shape[0] for own in layers if own.queries.shape)
+    if getattr(request, "k", 0):
+        facts["k"] = request.k
+
+
+def _plans_asked(requests: Sequence[Any]) -> bool:
+    """Whether they ask for the plan; from now on they do, for the report."""
+    asked = bool(getattr(requests[0], "explain_plan", False))
+    for request in requests:
+        if hasattr(request, "explain_plan"):
+            request.explain_plan = True
+    return asked
+
+
+def _found(response: Any, plan_wanted: bool) -> _Found:
+    facts: dict[str, Any] = {}
+    fields = response.DESCRIPTOR.fields_by_name
+    if "coverage" in fields:
+        facts["rows"] = response.coverage.rows
+    if "plan" in fields:
+        name = pb.Strategy.Name(response.plan.strategy)
+        facts["strategy"] = name.removeprefix("STRATEGY_").lower()
+        if not plan_wanted:
+            response.ClearField("plan")
+    return _Found(bytes(response.SerializeToString()), facts)
+
+
+def _listed(call: Call, response: Any) -> _Found:
+    """What is served, as far as this client may know."""
+    allowed = call.client.indexes
+    if allowed is not None and hasattr(response, "indexes"):
+        own = [summary for summary in response.indexes if summary.name in allowed]
+        del response.indexes[:]
+        response.indexes.extend(own)
+    return _found(response, False)
 
 
 def _key(method: str, request: Any) -> bytes:

@@ -30,6 +30,7 @@ class HealthBoard:
         # Published stubs of this module do not know its asyncio half.
         module: Any = health
         self._servicer = module.aio.HealthServicer()
+        self._shown: set[str] = set()
 
     def add_to(self, server: grpc.aio.Server) -> None:
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
@@ -41,6 +42,12 @@ class HealthBoard:
             healthy = self._catalog.damage(name) is None
             serving = serving or healthy
             await self._servicer.set(index_service(name), _status(healthy))
+        names = set(self._catalog.names)
+        for name in self._shown - names:
+            await self._servicer.set(
+                index_service(name), health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+            )
+        self._shown = names
         for name in ("", SERVICE.full_name):
             await self._servicer.set(name, _status(serving))
 

@@ -19,7 +19,7 @@ from dualform.serve.status import Refusal
 MOST_BYTES = 1 << 20
 """Larger requests gain nothing by company, and go alone."""
 
-Answer = Callable[[Sequence[Any], Stop], Sequence["bytes | Refusal"]]
+Answer = Callable[[Sequence[Any], Stop], Sequence[Any]]
 
 
 @dataclass(eq=False)
@@ -28,7 +28,7 @@ class _Member:
 
     request: Any
     asker: Asker
-    answer: asyncio.Future[bytes | Refusal]
+    answer: asyncio.Future[Any]
     gone: bool = False
 
 
@@ -59,9 +59,7 @@ class JoinedScans:
         self._open: dict[bytes, _Batch] = {}
         self._running: dict[bytes, asyncio.Event] = {}
 
-    async def run(
-        self, key: bytes, request: Any, size: int, asker: Asker | None = None
-    ) -> bytes | Refusal:
+    async def run(self, key: bytes, request: Any, size: int, asker: Asker | None = None) -> Any:
         """The answer to a request, or a refusal: the answer's own, or that the queue is full.
 
         Args:
@@ -107,7 +105,7 @@ class JoinedScans:
             for member in batch.members:
                 self._scans.leave(member.asker.client)
 
-        def answer(_: Stop) -> Sequence[bytes | Refusal]:
+        def answer(_: Stop) -> Sequence[Any]:
             members = batch.members
             requests = [member.request for member in members]
             return self._answer(requests, lambda: all(member.gone for member in members))

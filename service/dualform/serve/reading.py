@@ -16,6 +16,7 @@ from typing import Any
 import grpc
 
 from dualform.serve.status import Refusal, busy
+from dualform.serve.waiting import within
 
 AT_ONCE = 4
 """Messages that are read at a time; each may turn out to be as large as allowed."""
@@ -76,8 +77,8 @@ class RequestReader:
             self._connections[connection] += 1
         try:
             async with self._places:
-                data = await asyncio.wait_for(context.read(), self._patience)
-        except asyncio.TimeoutError:
+                data = await within(self._patience, context.read())
+        except TimeoutError:
             return Refusal(
                 "DEADLINE_EXCEEDED",
                 f"the request was not whole after {self._patience:g} s; send less at a time",

@@ -91,6 +91,11 @@ class ScanQueue:
         """How many run."""
         return self._places.taken
 
+    @property
+    def streams(self) -> int:
+        """How many answers are sent in parts."""
+        return self._streams.total()
+
     async def run(
         self,
         scan: Callable[[Stop], T],

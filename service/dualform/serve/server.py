@@ -7,7 +7,9 @@ are taken, running ones finish within the grace, then the indexes are closed.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import socket
 import threading
 from collections.abc import Coroutine
 from typing import Any
@@ -17,13 +19,16 @@ from grpc_reflection.v1alpha import reflection
 
 from dualform.engine.errors import CancelledError
 from dualform.engine.messages.catalog import Catalog, Limits
+from dualform.serve.access import Access, TokenInterceptor
 from dualform.serve.calls import Calls
 from dualform.serve.config import ConfigError, ServerConfig
 from dualform.serve.handlers import SERVICE, attribution_handlers
 from dualform.serve.health import HEALTH_SERVICE, HealthBoard
 from dualform.serve.memory import heap
 from dualform.serve.reading import RequestReader
+from dualform.serve.reports import Reports
 from dualform.serve.scans import ScanQueue
+from dualform.serve.tls import Certificates
 
 NOTICE_S = 0.5
 GRACE_S = 30.0
@@ -32,6 +37,8 @@ LAST_WRITES_S = 2.0
 MOST_CALLS_OF_A_CONNECTION = 256
 # Health checks and reflection included; whatever is beyond is refused before it is read.
 MOST_CALLS = 2048
+# What a running server cannot take over.
+_FIXED = ("listen", "device", "limits", "insecure", "open_health", "metrics", "log")
 
 _LOG = logging.getLogger("dualform.serve")
 
@@ -67,11 +74,18 @@ class Server:
         self._health = HealthBoard(catalog)
         self._scans = ScanQueue(config.limits.concurrent_scans, config.limits.queued_scans)
         self._reader = RequestReader(config.limits.waiting_mib << 20)
-        self._calls = Calls(self._reader, self._health.refresh)
+        self._access = Access(config.tokens)
+        self._certificates = None if config.tls is None else Certificates(config.tls)
+        self._reports = Reports(config.metrics is not None, self._scans, self._reader)
+        self._calls = Calls(self._access, self._reader, self._refresh, self._reports.ended)
         self._stopping = threading.Event()
         self._sweeping: asyncio.Task[None] | None = None
         message = config.limits.max_message_mib << 20
+        exempt = [f"/{SERVICE.full_name}/"]
+        if config.open_health:
+            exempt.append(f"/{HEALTH_SERVICE}/")
         self._server = grpc.aio.server(
+            interceptors=[TokenInterceptor(self._access, tuple(exempt))],
             options=[
                 ("grpc.max_receive_message_length", message),
                 ("grpc.max_send_message_length", message),
@@ -106,19 +120,68 @@ class Server:
         )
         await self._health.refresh()
         listen = self._config.listen
-        try:
-            port = self._server.add_insecure_port(listen)
-        except RuntimeError:
-            port = 0
+        taken = _taken(self._config.host, self._config.port)
+        port = 0 if taken else self._add_port(listen)
         if port == 0:
             raise ConfigError(
                 f"cannot listen on {listen}: the port is taken or the address is not of this "
                 "machine; choose another with --port, 0 for any free one"
             )
+        if self._config.metrics is not None:
+            self._reports.serve(self._config.metrics)
         await self._server.start()
         heap.give_back()  # what opening the indexes left
         self._sweeping = asyncio.create_task(self._sweep())
         return f"{listen.rpartition(':')[0]}:{port}"
+
+    async def reload(self, config: ServerConfig) -> None:
+        """Take over what may change while serving: indexes, certificates and tokens.
+
+        Calls go on meanwhile. What is wrong is logged and stays as it was.
+
+        Args:
+            config: As it is written now.
+        """
+        for name in _FIXED:
+            if getattr(config, name) != getattr(self._config, name):
+                _LOG.warning("%s has changed in the configuration; that takes a restart", name)
+        try:
+            self._access.reload(config.tokens)
+            _LOG.info("tokens: %s", "none are needed" if config.tokens is None else "read again")
+        except ConfigError as error:
+            _LOG.error("the tokens stay as they were: %s", error)
+        if (config.tls is None) != (self._certificates is None):
+            _LOG.warning("tls was turned on or off in the configuration; that takes a restart")
+        elif config.tls is not None and self._certificates is not None:
+            try:
+                self._certificates.reload(config.tls)
+                _LOG.info("tls: certificate and key were read again, for new connections")
+            except ConfigError as error:
+                _LOG.error("the certificate stays as it was: %s", error)
+        try:
+            done = await asyncio.to_thread(
+                self._catalog.reload, config.indexes, self._stopping.is_set
+            )
+        except ValueError as error:
+            done = [f"the indexes stay as they were: {error}"]
+        for words in done:
+            _LOG.info("%s", words)
+        await self._refresh()
+
+    async def _refresh(self) -> None:
+        """Health and metrics say what is known of the indexes now."""
+        await self._health.refresh()
+        for name in self._catalog.names:
+            healthy = self._catalog.damage(name) is None
+            self._reports.set_index(name, self._catalog.version(name), healthy)
+
+    def _add_port(self, listen: str) -> int:
+        try:
+            if self._certificates is None:
+                return int(self._server.add_insecure_port(listen))
+            return int(self._server.add_secure_port(listen, self._certificates.credentials()))
+        except RuntimeError:
+            return 0
 
     async def drain(self, hurry: asyncio.Event | None = None) -> None:
         """Stop in good order.
@@ -136,6 +199,7 @@ class Server:
         await stopping
         if self._sweeping is not None:
             await self._sweeping
+        self._reports.close()
         await asyncio.to_thread(self._scans.close)
         await asyncio.to_thread(self._catalog.close)
 
@@ -152,7 +216,29 @@ class Server:
                 _LOG.info("index %s: all files are as written", name)
             else:
                 _LOG.error("index %s is damaged: %s", name, damage)
-            await self._health.refresh()
+            await self._refresh()
+
+
+def _taken(host: str, port: int) -> bool:
+    """Whether somebody listens there already, on any address that the name has.
+
+    gRPC is content with one of several addresses, and would share a name's clients with another.
+    """
+    try:
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM) if port else []
+    except OSError:
+        return False  # gRPC will say what is wrong with it
+    for family, kind, protocol, _, address in addresses:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                if family == socket.AF_INET6:
+                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return True
+    return False
 
 
 async def _first(*waits: Coroutine[Any, Any, Any]) -> None:

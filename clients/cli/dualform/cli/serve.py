@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,12 +30,27 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--config", type=Path, metavar="FILE", help="server.yaml")
     parser.add_argument("--host", help="address to listen on (default 127.0.0.1)")
     parser.add_argument("--port", type=int, help="port, 0 for a free one (default 50051)")
+    parser.add_argument(
+        "--check-config",
+        action="store_true",
+        help="say whether all of it could be served, and end: exit status 0 if so, 2 if not",
+    )
     parser.set_defaults(run=_run, parser=parser)
 
 
 def _run(options: argparse.Namespace) -> int:
     # Neither loads torch or FAISS: `run` sets the thread policy before it does.
-    from dualform.serve import ServerConfig, run
+    from dualform.serve import check, run
+
+    config = _config(options)
+    if options.check_config:
+        return check(config)
+    return run(config, lambda: _config(options))
+
+
+def _config(options: argparse.Namespace) -> Any:
+    """A ServerConfig: the file's, with what the arguments say instead or in addition."""
+    from dualform.serve import ServerConfig
 
     config = ServerConfig.load(options.config) if options.config else ServerConfig()
     host = config.host if options.host is None else options.host
@@ -49,7 +65,7 @@ def _run(options: argparse.Namespace) -> int:
     if not indexes:
         raise CommandError("no index to serve: say `dualform serve INDEX`, or name one in --config")
     listen = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    return run(replace(config, indexes=indexes, listen=listen))
+    return replace(config, indexes=indexes, listen=listen)
 
 
 def named_indexes(arguments: Sequence[str]) -> dict[str, Path]:
@@ -62,7 +78,8 @@ def named_indexes(arguments: Sequence[str]) -> dict[str, Path]:
     for argument in arguments:
         match = re.fullmatch(r"([A-Za-z0-9_][A-Za-z0-9_.-]*)=(.+)", argument)
         path = Path(match[2] if match else argument)
-        name = match[1] if match else path.resolve().name
+        # As the user wrote it: a symlink is served under its own name.
+        name = match[1] if match else Path(os.path.abspath(path)).name
         if name in indexes:
             raise CommandError(
                 f"two indexes are called {name!r}: {indexes[name]} and {path}; say NAME={path}"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -24,6 +25,7 @@ from dualform.engine.errors import (
 from dualform.engine.messages import answers, responses
 from dualform.engine.messages.batching import answer_together
 from dualform.engine.messages.limits import Limits
+from dualform.engine.messages.versions import Version, version_at
 from dualform.questions import (
     ExamplesQuestion,
     ExplainQuestion,
@@ -53,8 +55,8 @@ class Catalog:
     """The indexes that are served, by name. Thread-safe.
 
     Args:
-        paths: Index directories. One that cannot be opened stays listed as damaged, with the
-            reason; the others answer.
+        paths: Index directories, or folders of them, whose newest is served. One that cannot be
+            opened stays listed as damaged, with the reason; the others answer.
         limits: What one request may ask for.
         device: "auto", "cpu" or "cuda".
         use_faiss: Whether FAISS proposes top-k rows; answers are the same without.
@@ -71,17 +73,13 @@ class Catalog:
         device: str = "auto",
         use_faiss: bool = True,
     ) -> None:
-        if not paths:
-            raise ValueError("no index to serve; name at least one")
-        for name in paths:
-            if not _NAME.fullmatch(name):
-                raise ValueError(
-                    f"{name!r} cannot name an index: at most 100 letters, digits, '_', '.' and '-' "
-                    "are allowed; say NAME=PATH"
-                )
+        _check_names(paths)
         self.limits = limits or Limits()
-        self._entries = {
-            name: _open(name, Path(path), device, use_faiss) for name, path in paths.items()
+        self._device, self._use_faiss = device, use_faiss
+        self._reloading = threading.Lock()
+        # Replaced as a whole, never changed: whoever reads it sees one state.
+        self._entries: Mapping[str, _Entry] = {
+            name: self._opened(name, version_at(Path(path))) for name, path in paths.items()
         }
 
     @property
@@ -90,7 +88,62 @@ class Catalog:
 
     def damage(self, name: str) -> str | None:
         """What is wrong with an index, or None. Knows what was met so far; `verify` looks."""
-        return self._entries[name].damage
+        entry = self._entries.get(name)
+        return "it is served no more" if entry is None else entry.damage
+
+    def version(self, name: str) -> str:
+        """Which version of an index is served; empty where none is."""
+        entry = self._entries.get(name)
+        return "" if entry is None else entry.version.name
+
+    def reload(self, paths: Mapping[str, Path], stop: Stop | None = None) -> list[str]:
+        """Serve these indexes from now on: what is new is opened and checked, then all switch.
+
+        Answers that are being computed end on the version that they began with, whose maps are
+        released then. Where a new version is damaged, the old one stays.
+
+        Args:
+            paths: As for the class.
+            stop: Returns True once nobody wants it any more; nothing changes then.
+
+        Returns:
+            What was done and what went wrong, a sentence each.
+
+        Raises:
+            ValueError: As for the class; nothing has changed.
+        """
+        _check_names(paths)
+        with self._reloading:
+            old = self._entries
+            new: dict[str, _Entry] = {}
+            said = [f"index {name} is served no more" for name in old if name not in paths]
+            for name, path in paths.items():
+                new[name], words = self._renewed(name, old.get(name), Path(path), stop)
+                said += [f"index {name} {words}"] if words else []
+            if stop is None or not stop():
+                self._entries = new
+            return said
+
+    def _renewed(
+        self, name: str, old: _Entry | None, path: Path, stop: Stop | None
+    ) -> tuple[_Entry, str]:
+        version = version_at(path)
+        if old is not None and old.version == version and old.damage is None:
+            return old, ""
+        entry = self._opened(name, version)
+        if entry.index is not None:
+            with suppress(DataLossError, CancelledError):  # `damage` says it
+                entry.index.verify_files(stop)
+        if entry.damage is None:
+            return entry, f"is now version {version.name} from {version.path}"
+        if old is not None and old.damage is None:
+            return old, (
+                f"stays at version {old.version.name} from {old.version.path}: {entry.damage}"
+            )
+        return entry, f"cannot be served: {entry.damage}"
+
+    def _opened(self, name: str, version: Version) -> _Entry:
+        return _open(name, version, self._device, self._use_faiss)
 
     def verify(self, name: str, stop: Stop | None = None) -> None:
         """Hash every file of an index that is open; `damage` then tells what was found.
@@ -99,7 +152,8 @@ class Catalog:
             name: One of `names`.
             stop: Returns True once nobody wants to know any more.
         """
-        index = self._entries[name].index
+        entry = self._entries.get(name)
+        index = None if entry is None else entry.index
         if index is None:
             return
         try:
@@ -208,14 +262,15 @@ class Catalog:
         )
 
     def _find(self, name: str) -> tuple[str, _Entry]:
-        served = ", ".join(self._entries)
+        entries = self._entries
+        served = ", ".join(entries)
         if not name:
-            if len(self._entries) > 1:
+            if len(entries) > 1:
                 raise InvalidArgumentError(
                     f"several indexes are served; name one of them: {served}", field="index"
                 )
-            name = next(iter(self._entries))
-        entry = self._entries.get(name)
+            name = next(iter(entries))
+        entry = entries.get(name)
         if entry is None:
             raise NotFoundError(
                 f"no index {name!r} is served; there are: {served}",
@@ -256,10 +311,22 @@ _ANSWERS: dict[type[Question], _Answer] = {
 }
 
 
+def _check_names(paths: Mapping[str, Path]) -> None:
+    if not paths:
+        raise ValueError("no index to serve; name at least one")
+    for name in paths:
+        if not _NAME.fullmatch(name):
+            raise ValueError(
+                f"{name!r} cannot name an index: at most 100 letters, digits, '_', '.' and '-' "
+                "are allowed; say NAME=PATH"
+            )
+
+
 class _Entry:
     """One name: an open index, or why there is none."""
 
-    def __init__(self, index: Index | None, error: EngineError | None) -> None:
+    def __init__(self, version: Version, index: Index | None, error: EngineError | None) -> None:
+        self.version = version
         self.index = index
         self.error = error
 
@@ -274,18 +341,19 @@ class _Entry:
         return pb.HEALTH_SERVING if self.damage is None else pb.HEALTH_DAMAGED
 
 
-def _open(name: str, path: Path, device: str, use_faiss: bool) -> _Entry:
+def _open(name: str, version: Version, device: str, use_faiss: bool) -> _Entry:
+    path = version.path
     try:
         with _errors_translated():
-            return _Entry(Index.open(path, device=device, use_faiss=use_faiss), None)
+            return _Entry(version, Index.open(path, device=device, use_faiss=use_faiss), None)
     except EngineError as error:
-        return _Entry(None, error.detached())
+        return _Entry(version, None, error.detached())
     except (OSError, ValueError) as error:
-        return _Entry(None, DataLossError(f"{path} cannot be opened: {error}"))
+        return _Entry(version, None, DataLossError(f"{path} cannot be opened: {error}"))
     except Exception as error:
         # One index must never keep the others from being served.
         _LOG.exception("index %s at %s cannot be opened", name, path)
-        return _Entry(None, DataLossError(f"{path} cannot be opened: {error!r}"))
+        return _Entry(version, None, DataLossError(f"{path} cannot be opened: {error!r}"))
 
 
 @contextmanager

@@ -1,0 +1,175 @@
+"""Who may ask: bearer tokens from a file, and which indexes each may ask about.
+
+A line of the file is NAME:TOKEN or NAME:TOKEN:INDEX,INDEX; empty lines and those that begin with #
+count for nothing. A name may have several tokens, old and new, while one replaces the other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from dualform.engine.errors import InvalidArgumentError, NotFoundError
+from dualform.serve.config import ConfigError
+from dualform.serve.status import Refusal, refuse
+
+_LINE = re.compile(r"([A-Za-z0-9_.@-]+):([!-9;-~]+)(?::([A-Za-z0-9_.,-]+))?")
+
+
+@dataclass(frozen=True)
+class Client:
+    """Who asks.
+
+    Attributes:
+        name: Of the token; empty where none is needed.
+        indexes: What it may ask about; None for all.
+    """
+
+    name: str = ""
+    indexes: frozenset[str] | None = None
+
+    def index_for(self, asked: str, served: Sequence[str]) -> str:
+        """The index that a request means.
+
+        Args:
+            asked: As the request names it; empty for the only one.
+            served: All there are.
+
+        Raises:
+            NotFoundError: None that this client may ask about; others are not mentioned.
+            InvalidArgumentError: There are several.
+        """
+        if self.indexes is None:
+            return asked
+        own = [name for name in served if name in self.indexes]
+        if not asked and len(own) > 1:
+            raise InvalidArgumentError(
+                f"several indexes are served; name one of them: {', '.join(own)}", field="index"
+            )
+        if (asked and asked not in own) or not own:
+            raise NotFoundError(
+                f"no index {asked!r} is served to {self.name!r}; there are: {', '.join(own)}",
+                field="index",
+                reason="UNKNOWN_INDEX",
+            )
+        return asked or own[0]
+
+
+class Access:
+    """Tells clients by their tokens.
+
+    Args:
+        path: The file of tokens; None lets everyone ask.
+
+    Raises:
+        ConfigError: The file cannot be read, or holds no token, or a line that is none.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._tokens = _read(path)
+
+    def reload(self, path: Path | None) -> None:
+        """Read the file again, or another one.
+
+        Raises:
+            ConfigError: As above; the tokens from before stay in force.
+        """
+        self._tokens, self._path = _read(path), path
+
+    def client(self, metadata: Sequence[tuple[str, Any]] | None) -> Client | Refusal:
+        """Who sent this metadata, or the refusal."""
+        if self._path is None:
+            return Client()
+        given = [value for key, value in metadata or () if key == "authorization"]
+        if not given:
+            return _unknown(
+                "this server needs a token: send the metadata `authorization: Bearer TOKEN` "
+                "(Client(token=…), or DUALFORM_TOKEN)",
+                "NO_TOKEN",
+            )
+        scheme, _, token = str(given[0]).partition(" ")
+        digest = _digest(token.strip() if scheme.lower() == "bearer" else "")
+        found: Client | None = None
+        # All of them, so that time tells nothing.
+        for own, client in self._tokens:
+            if hmac.compare_digest(own, digest):
+                found = client
+        return found or _unknown("the token is not one of this server's", "BAD_TOKEN")
+
+
+class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Asks for a token before health checks, reflection and whatever else is served.
+
+    Args:
+        access: Tells who may.
+        exempt: Method names, as "/package.Service/", that are left to themselves.
+    """
+
+    def __init__(self, access: Access, exempt: tuple[str, ...]) -> None:
+        self._access = access
+        self._exempt = exempt
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[Any], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """Continue, or answer with the refusal."""
+        if not handler_call_details.method.startswith(self._exempt):
+            found = self._access.client(handler_call_details.invocation_metadata)
+            if isinstance(found, Refusal):
+                return _refusing(found)
+        return await continuation(handler_call_details)
+
+
+def _refusing(refusal: Refusal) -> Any:
+    async def handle(_: Any, context: Any) -> None:
+        refuse(context, refusal)
+
+    # The same on the wire, whatever the method takes and gives.
+    return grpc.stream_stream_rpc_method_handler(handle)
+
+
+def _unknown(message: str, reason: str) -> Refusal:
+    return Refusal("UNAUTHENTICATED", message, reason)
+
+
+def _read(path: Path | None) -> tuple[tuple[bytes, Client], ...]:
+    if path is None:
+        return ()
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        raise ConfigError(f"tokens: {path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"tokens: {path} is not text") from None
+    tokens = []
+    for number, line in enumerate(lines, 1):
+        line = line.strip()
+        if not line or line.startswith("#"):
+            continue
+        match = _LINE.fullmatch(line)
+        if match is None:
+            # Without the line: it may hold a token.
+            raise ConfigError(
+                f"tokens: line {number} of {path} is not NAME:TOKEN or NAME:TOKEN:INDEX,INDEX "
+                "(no spaces, no colon in a token)"
+            )
+        name, token, indexes = match.groups()
+        allowed = None if indexes is None else frozenset(indexes.split(","))
+        tokens.append((_digest(token), Client(name, allowed)))
+    if not tokens:
+        raise ConfigError(f"tokens: {path} holds none, so nobody could ask")
+    return tuple(tokens)
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode()).digest()

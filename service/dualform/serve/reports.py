@@ -1,0 +1,214 @@
+"""What the operator is told: one line of log for each call, and metrics for Prometheus.
+
+Neither ever holds a query or a token. The names of gRPC's own metrics are those of gRFC A66.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+import time
+from typing import Any
+
+from dualform.serve.calls import Call
+from dualform.serve.config import ConfigError, split_address
+from dualform.serve.reading import RequestReader
+from dualform.serve.scans import ScanQueue
+
+_PLAIN = re.compile(r"[A-Za-z0-9_.,:/@+-]*")
+_CALLS = logging.getLogger("dualform.calls")
+# gRFC A66's buckets, seconds.
+_BUCKETS = (
+    *(0.00001, 0.00005, 0.0001, 0.0003, 0.0006, 0.0008, 0.001, 0.002, 0.003, 0.004, 0.005, 0.006),
+    *(0.008, 0.01, 0.013, 0.016, 0.02, 0.025, 0.03, 0.04, 0.05, 0.065, 0.08, 0.1, 0.13, 0.16),
+    *(0.2, 0.25, 0.3, 0.4, 0.5, 0.65, 0.8, 1, 2, 5, 10, 20, 50, 100),
+)
+
+
+def set_up_logs(style: str) -> None:
+    """Let this process log to standard error.
+
+    Args:
+        style: "text" or "json"; one line each.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        _JsonLines()
+        if style == "json"
+        else logging.Formatter("%(asctime)s %(levelname)s %(message)s")
+    )
+    logging.basicConfig(handlers=[handler])
+    logging.getLogger("dualform").setLevel(logging.INFO)
+
+
+class Reports:
+    """Counts and logs the calls that ended.
+
+    Args:
+        metrics: Whether to count.
+        scans: Whose queue is shown.
+        reader: Whose bytes are shown.
+
+    Raises:
+        ConfigError: Metrics are wanted and prometheus-client is not installed.
+    """
+
+    def __init__(self, metrics: bool, scans: ScanQueue, reader: RequestReader) -> None:
+        self._metrics = _Metrics(scans, reader) if metrics else None
+
+    def ended(self, call: Call) -> None:
+        """One call ended: a line, and the counts."""
+        facts = facts_of(call)
+        text = " ".join(f"{name}={_word(value)}" for name, value in facts.items())
+        _CALLS.info("%s", text, extra={"facts": facts})
+        if self._metrics is not None:
+            self._metrics.count(call)
+
+    def set_index(self, name: str, version: str, healthy: bool) -> None:
+        """Which version of an index is served, and whether it is."""
+        if self._metrics is not None:
+            self._metrics.set_index(name, version, healthy)
+
+    def serve(self, address: str) -> None:
+        """Show the metrics there.
+
+        Raises:
+            ConfigError: The address cannot be listened on.
+        """
+        if self._metrics is not None:
+            self._metrics.serve(address)
+
+    def close(self) -> None:
+        """Show them no more."""
+        if self._metrics is not None:
+            self._metrics.close()
+
+
+def facts_of(call: Call) -> dict[str, Any]:
+    """What the log says of a call."""
+    asker = call.asker
+    own = {"call": call.method, "id": call.request_id, "code": call.code}
+    if call.client.name:
+        own["client"] = call.client.name
+    return {
+        **own,
+        **call.facts,
+        "queued_ms": round(asker.queued_s * 1000, 1),
+        "computed_ms": round(asker.computed_s * 1000, 1),
+        "ms": round((time.monotonic() - call.began) * 1000, 1),
+    }
+
+
+def _word(value: Any) -> str:
+    """As it is, or in quotes where it could be taken for more than one word."""
+    text = str(value)
+    return text if _PLAIN.fullmatch(text) else json.dumps(text)
+
+
+class _JsonLines(logging.Formatter):
+    """One JSON object a line; what a call's line says are keys of their own."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        facts = getattr(record, "facts", None)
+        own: dict[str, Any] = {
+            "time": self.formatTime(record),
+            "level": record.levelname,
+            "logger": record.name,
+            **({"message": record.getMessage()} if facts is None else facts),
+        }
+        if record.exc_info:
+            own["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(own)
+
+
+class _Metrics:
+    """The counters; prometheus-client is imported here alone."""
+
+    def __init__(self, scans: ScanQueue, reader: RequestReader) -> None:
+        try:
+            import prometheus_client as prometheus
+        except ImportError:
+            raise ConfigError(
+                "metrics need prometheus-client: pip install prometheus-client"
+            ) from None
+        self._prometheus = prometheus
+        registry = self._registry = prometheus.CollectorRegistry()
+        prometheus.ProcessCollector(registry=registry)
+        method = ("grpc_method",)
+        self._duration = prometheus.Histogram(
+            "grpc_server_call_duration_seconds",
+            "From the first byte of a call to its end.",
+            (*method, "grpc_status"),
+            buckets=_BUCKETS,
+            registry=registry,
+        )
+        self._queued = prometheus.Histogram(
+            "dualform_queued_seconds",
+            "How long a question waited for its scan.",
+            method,
+            buckets=_BUCKETS,
+            registry=registry,
+        )
+        self._computed = prometheus.Histogram(
+            "dualform_computed_seconds",
+            "How long a question's scans took.",
+            method,
+            buckets=_BUCKETS,
+            registry=registry,
+        )
+        self._rows = prometheus.Counter(
+            "dualform_rows_covered", "Rows that answers covered.", ("index",), registry=registry
+        )
+        self._strategies = prometheus.Counter(
+            "dualform_strategy", "Answers by strategy.", (*method, "strategy"), registry=registry
+        )
+        self._indexes = prometheus.Gauge(
+            "dualform_index_serving",
+            "1 while the index is served, 0 while it is damaged.",
+            ("index", "version"),
+            registry=registry,
+        )
+        self._versions: dict[str, str] = {}
+        shown = {
+            "dualform_scans_running": ("Scans that run.", lambda: scans.running),
+            "dualform_scans_waiting": ("Questions that wait.", lambda: scans.waiting),
+            "dualform_streams": ("Answers that are sent in parts.", lambda: scans.streams),
+            "dualform_request_bytes": ("Requests above 1 MiB in memory.", lambda: reader.held),
+        }
+        for name, (text, value) in shown.items():
+            prometheus.Gauge(name, text, registry=registry).set_function(value)
+        self._server: Any = None
+
+    def count(self, call: Call) -> None:
+        method = f"dualform.v1.AttributionService/{call.method}"
+        self._duration.labels(method, call.code).observe(time.monotonic() - call.began)
+        if call.asker.computed_s:
+            self._queued.labels(method).observe(call.asker.queued_s)
+            self._computed.labels(method).observe(call.asker.computed_s)
+        if call.code == "OK" and "rows" in call.facts:
+            self._rows.labels(call.facts["index"]).inc(call.facts["rows"])
+        if "strategy" in call.facts:
+            self._strategies.labels(method, call.facts["strategy"]).inc()
+
+    def set_index(self, name: str, version: str, healthy: bool) -> None:
+        before = self._versions.get(name)
+        if before is not None and before != version:
+            self._indexes.remove(name, before)
+        self._versions[name] = version
+        self._indexes.labels(name, version).set(healthy)
+
+    def serve(self, address: str) -> None:
+        host, port = split_address("metrics", address)
+        try:
+            self._server, _ = self._prometheus.start_http_server(
+                port, host, registry=self._registry
+            )
+        except OSError as error:
+            raise ConfigError(f"cannot show metrics on {address}: {error.strerror}") from None
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()

@@ -1,0 +1,285 @@
+"""Who may ask: TLS, client certificates and tokens, over real sockets; read again while serving."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from synthetic import make_index
+
+from dualform.serve import ConfigError
+from dualform.serve.access import Access
+from dualform.serve.config import TlsFiles
+from dualform.serve.tls import Certificates
+from dualform.v1 import attribution_pb2 as pb
+from dualform.v1 import attribution_pb2_grpc
+
+from .serving import refusal, serving, tensor
+
+
+@dataclass(frozen=True)
+class Authority:
+    """Signs certificates for 127.0.0.1 with the openssl command."""
+
+    folder: Path
+    name: str
+
+    @property
+    def ca(self) -> Path:
+        return self.folder / f"{self.name}.pem"
+
+    def certificate(self, name: str) -> TlsFiles:
+        files = TlsFiles(self.folder / f"{name}.pem", self.folder / f"{name}.key")
+        extension = "subjectAltName=DNS:localhost,IP:127.0.0.1"
+        signed = ["-CA", self.ca, "-CAkey", self.folder / f"{self.name}.key"]
+        made = ["-out", files.certificate, "-keyout", files.key, "-subj", f"/CN={name}"]
+        openssl("req", *NEW, *made, "-addext", extension, *signed)
+        return files
+
+
+NEW = ("-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2")
+
+
+def openssl(*arguments: Any) -> None:
+    subprocess.run(["openssl", *map(str, arguments)], check=True, capture_output=True)
+
+
+@pytest.fixture(scope="module")
+def authorities(tmp_path_factory: pytest.TempPathFactory) -> list[Authority]:
+    folder = tmp_path_factory.mktemp("pki")
+    made = [Authority(folder, name) for name in ("ours", "theirs")]
+    for own in made:
+        key = folder / f"{own.name}.key"
+        openssl("req", *NEW, "-out", own.ca, "-keyout", key, "-subj", f"/CN={own.name} authority")
+    return made
+
+
+@pytest.fixture(scope="module")
+def indexes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    rng = np.random.default_rng(3)
+    return {
+        name: make_index(
+            tmp_path_factory.mktemp(name), rng.standard_normal((20, 6)).astype(np.float32), None
+        )
+        for name in ("one", "two", "three")
+    }
+
+
+def ask(channel: grpc.Channel, token: str | None = None, index: str = "one") -> Any:
+    stub = attribution_pb2_grpc.AttributionServiceStub(channel)
+    request = pb.TopKRequest(index=index, layer="fc", k=2, queries=tensor(np.ones((1, 6), "f4")))
+    metadata = () if token is None else (("authorization", f"Bearer {token}"),)
+    return stub.TopK(request, timeout=10, metadata=metadata)
+
+
+def code(call: Callable[[], Any]) -> grpc.StatusCode:
+    with pytest.raises(grpc.RpcError) as caught:
+        call()
+    found: Any = caught.value
+    return found.code()
+
+
+def trusting(own: Authority, files: TlsFiles | None = None) -> grpc.ChannelCredentials:
+    pair = (
+        (None, None) if files is None else (files.key.read_bytes(), files.certificate.read_bytes())
+    )
+    return grpc.ssl_channel_credentials(own.ca.read_bytes(), *pair)
+
+
+def test_tls_is_spoken_to_those_who_trust_it(
+    authorities: list[Authority], indexes: dict[str, Path]
+) -> None:
+    ours, theirs = authorities
+    files = ours.certificate("server")
+    with serving(indexes, tls=files, credentials=trusting(ours)) as served:
+        assert ask(served.channel).coverage.total == 20
+        with grpc.insecure_channel(served.address) as channel:
+            assert code(lambda: ask(channel)) == grpc.StatusCode.UNAVAILABLE
+        with grpc.secure_channel(served.address, trusting(theirs)) as channel:
+            assert code(lambda: ask(channel)) == grpc.StatusCode.UNAVAILABLE
+
+
+def test_mutual_tls_asks_for_a_certificate_of_the_right_authority(
+    authorities: list[Authority], indexes: dict[str, Path]
+) -> None:
+    ours, theirs = authorities
+    files = replace(ours.certificate("mutual"), client_ca=ours.ca)
+    own, foreign = ours.certificate("client"), theirs.certificate("foreign")
+    with serving(indexes, tls=files, credentials=trusting(ours, own)) as served:
+        assert ask(served.channel).coverage.total == 20
+        for without in (trusting(ours), trusting(ours, foreign)):
+            with grpc.secure_channel(served.address, without) as channel:
+                assert code(lambda channel=channel: ask(channel)) == grpc.StatusCode.UNAVAILABLE
+
+
+def test_a_new_certificate_is_taken_over_without_dropping_a_connection(
+    authorities: list[Authority], indexes: dict[str, Path]
+) -> None:
+    ours, theirs = authorities
+    files, other = ours.certificate("old"), theirs.certificate("new")
+    with serving(indexes, tls=files, credentials=trusting(ours)) as served:
+        assert ask(served.channel).coverage.total == 20
+        files.key.write_text("not a key")
+        served.reload()  # a bad pair changes nothing
+        with grpc.secure_channel(served.address, trusting(ours)) as channel:
+            assert ask(channel).coverage.total == 20
+        files.key.write_bytes(other.key.read_bytes())
+        files.certificate.write_bytes(other.certificate.read_bytes())
+        served.reload()
+        assert ask(served.channel).coverage.total == 20
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        with grpc.secure_channel(served.address, trusting(theirs), options) as channel:
+            assert ask(channel).coverage.total == 20
+        with grpc.secure_channel(served.address, trusting(ours), options) as channel:
+            assert code(lambda: ask(channel)) == grpc.StatusCode.UNAVAILABLE
+
+
+def test_files_of_two_pairs_are_refused(authorities: list[Authority], tmp_path: Path) -> None:
+    ours, _ = authorities
+    one, two = ours.certificate("first"), ours.certificate("second")
+    with pytest.raises(ConfigError, match="one pair"):
+        Certificates(TlsFiles(one.certificate, two.key))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Certificates(TlsFiles(one.certificate, tmp_path / "none"))
+    (tmp_path / "empty").write_text("")
+    with pytest.raises(ConfigError, match="client_ca"):
+        Certificates(replace(one, client_ca=tmp_path / "empty"))
+
+
+UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED
+TOKENS = """
+# who asks
+alice:aaaaaaaaaaaaaaaa
+alice:AAAAAAAAAAAAAAAA
+bob:bbbbbbbbbbbbbbbb:one,two
+carol:cccccccccccccccc:three
+dave:dddddddddddddddd:none
+"""
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> Path:
+    path = tmp_path / "tokens"
+    path.write_text(TOKENS)
+    return path
+
+
+def test_a_token_opens_every_method_and_none_is_open_without(
+    indexes: dict[str, Path], tokens: Path
+) -> None:
+    with serving(indexes, tokens=tokens) as served:
+        stub, queries = served.stub, tensor(np.ones((1, 6), "f4"))
+        own = {"index": "one", "layer": "fc", "queries": queries}
+        requests = {
+            "ListIndexes": pb.ListIndexesRequest(),
+            "GetIndex": pb.GetIndexRequest(index="one"),
+            "TopK": pb.TopKRequest(k=2, **own),
+            "Sums": pb.SumsRequest(group_by="step", **own),
+            "DualOutput": pb.DualOutputRequest(**own),
+            "Explain": pb.ExplainRequest(index="one", k=1),
+            "StreamWeights": pb.StreamWeightsRequest(**own),
+            "GetExamples": pb.GetExamplesRequest(index="one", ids=[pb.Value(int64_value=1)]),
+        }
+        requests["Explain"].layers.add(layer="fc", queries=queries)
+        methods = pb.DESCRIPTOR.services_by_name["AttributionService"].methods_by_name
+        assert set(requests) == set(methods)
+        for name, request in requests.items():
+
+            def call(*metadata: tuple[str, str], name: str = name, request: Any = request) -> Any:
+                found = getattr(stub, name)(request, metadata=metadata, timeout=10)
+                return list(found) if methods[name].server_streaming else found
+
+            refused = refusal(call)
+            assert (refused.code, refused.reason) == (grpc.StatusCode.UNAUTHENTICATED, "NO_TOKEN")
+            refused = refusal(lambda: call(("authorization", "Bearer bbbbbbbbbbbbbbbc")))
+            assert (refused.code, refused.reason) == (grpc.StatusCode.UNAUTHENTICATED, "BAD_TOKEN")
+            for word in ("aaaaaaaaaaaaaaaa", "AAAAAAAAAAAAAAAA"):
+                metadata = ("authorization", f"Bearer {word}")
+                if name == "DualOutput":  # no values in this index
+                    assert refusal(lambda: call(metadata)).reason == "NO_VALUES"  # noqa: B023
+                else:
+                    call(metadata)
+
+
+def test_health_and_reflection_follow_the_same_rule(indexes: dict[str, Path], tokens: Path) -> None:
+    metadata = (("authorization", "Bearer aaaaaaaaaaaaaaaa"),)
+    for open_health in (False, True):
+        with serving(indexes, tokens=tokens, open_health=open_health) as served:
+            health = health_pb2_grpc.HealthStub(served.channel)
+            check = health_pb2.HealthCheckRequest()
+            if open_health:
+                health.Check(check, timeout=10)
+            else:
+                assert code(lambda: health.Check(check, timeout=10)) == UNAUTHENTICATED  # noqa: B023
+            assert health.Check(check, timeout=10, metadata=metadata).status == 1
+            reflection = reflection_pb2_grpc.ServerReflectionStub(served.channel)
+            asked = [reflection_pb2.ServerReflectionRequest(list_services="")]
+            call = lambda **how: next(  # noqa: E731
+                reflection.ServerReflectionInfo(iter(asked), timeout=10, **how)  # noqa: B023
+            )
+            assert code(call) == UNAUTHENTICATED
+            assert call(metadata=metadata).list_services_response.service
+
+
+def test_a_token_opens_its_indexes_alone(indexes: dict[str, Path], tokens: Path) -> None:
+    with serving(indexes, tokens=tokens) as served:
+        bob = (("authorization", "Bearer bbbbbbbbbbbbbbbb"),)
+        listed = served.stub.ListIndexes(pb.ListIndexesRequest(), metadata=bob)
+        assert [own.name for own in listed.indexes] == ["one", "two"]
+        assert ask(served.channel, "bbbbbbbbbbbbbbbb", "two").coverage.total == 20
+        for hidden in ("three", "never"):
+            refused = refusal(lambda: ask(served.channel, "bbbbbbbbbbbbbbbb", hidden))  # noqa: B023
+            assert (refused.code, refused.reason) == (grpc.StatusCode.NOT_FOUND, "UNKNOWN_INDEX")
+            assert "one, two" in refused.message
+            assert refused.message.count("three") == (hidden == "three")
+        refused = refusal(lambda: ask(served.channel, "bbbbbbbbbbbbbbbb", ""))
+        assert refused.code == grpc.StatusCode.INVALID_ARGUMENT
+        assert "three" not in refused.message
+        # The only one that a token opens need not be named.
+        assert ask(served.channel, "cccccccccccccccc", "").coverage.total == 20
+        assert (
+            refusal(lambda: ask(served.channel, "dddddddddddddddd", "")).reason == "UNKNOWN_INDEX"
+        )
+
+
+def test_tokens_are_read_again_and_never_logged(
+    indexes: dict[str, Path], tokens: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG", "dualform")
+    with serving(indexes, tokens=tokens) as served:
+        ask(served.channel, "bbbbbbbbbbbbbbbb")
+        assert code(lambda: ask(served.channel, "eeeeeeeeeeeeeeee")) == UNAUTHENTICATED
+        tokens.write_text("erin:eeeeeeeeeeeeeeee\n")
+        served.reload()
+        ask(served.channel, "eeeeeeeeeeeeeeee")
+        assert code(lambda: ask(served.channel, "bbbbbbbbbbbbbbbb")) == UNAUTHENTICATED
+        tokens.write_text("erin:eeee eeeeeeeeeeeX\n")
+        served.reload()  # a bad file changes nothing
+        ask(served.channel, "eeeeeeeeeeeeeeee")
+    assert "the tokens stay as they were" in caplog.text
+    assert "client=bob" in caplog.text
+    for secret in ("bbbbbbbb", "eeee"):
+        assert secret not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [("", "none"), ("alice", "line 1"), ("a:b:c:d", "line 1"), ("# x\n a b:c", "line 2")],
+)
+def test_what_is_no_file_of_tokens_is_told_without_its_words(
+    tmp_path: Path, text: str, word: str
+) -> None:
+    path = tmp_path / "tokens"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=word):
+        Access(path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Access(tmp_path / "nowhere")
