@@ -1,0 +1,124 @@
+"""Verify judges as float32 training allows: rounding and noise are no faults, missing rows are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from dualform.engine import Index, VerifyReport, verify_index
+from dualform.index import build_index
+from dualform.record import Recorder
+from dualform.record import recorder as recorder_module
+
+STEPS, BATCH, TIME, WIDTH = 60, 4, 6, 16
+
+Optimizers = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+class Attention(nn.Module):
+    """One head over a sequence: softmax ignores the key's bias, whose true gradient is zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = self.query(x) @ self.key(x).transpose(1, 2) / WIDTH**0.5
+        mixed: torch.Tensor = scores.softmax(-1) @ self.value(x)
+        out: torch.Tensor = self.head(mixed.mean(1))
+        return out
+
+
+def record(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Path:
+    generator = torch.Generator().manual_seed(1)
+    with Recorder(model, optimizer, path / "recording"):
+        for _ in range(STEPS):
+            x = torch.randn(BATCH, TIME, WIDTH, generator=generator)
+            y = torch.randint(0, 3, (BATCH,), generator=generator)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    build_index(path / "recording", path / "index")
+    return path / "index"
+
+
+def reports(path: Path) -> tuple[VerifyReport, dict[str, str]]:
+    report = verify_index(path)
+    return report, {own.layer: own.note for own in report.layers}
+
+
+def test_a_key_bias_under_adamw_is_noise_and_said_to_be(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Attention()
+    index = record(tmp_path, model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    report, notes = reports(index)
+    assert report.ok
+    assert "key.bias: its gradient is rounding noise" in notes["key"]
+    assert [own.layer for own in report.layers if own.note] == ["key"]
+    by_name = {own.layer: own for own in report.layers}
+    assert by_name["key"].bias_error is not None
+    assert by_name["key"].bias_error > 1e-3
+    for name in ("query", "value", "head"):
+        error = by_name[name].output_error
+        assert error is not None
+        assert error <= 1e-5
+    # The noise is the remainder: the output is there with it, and refused without.
+    queries = np.random.default_rng(0).standard_normal((5, WIDTH)).astype(np.float32)
+    with Index.open(index, device="cpu") as opened:
+        out = opened.dual_output("key", queries, max_residual=np.inf)
+    own = model.key(torch.from_numpy(queries)).detach().double().numpy()
+    assert out.residual is not None
+    whole = out.values.astype(np.float64) + out.residual
+    assert (np.linalg.norm(whole - own, axis=1) <= 1e-6 * np.linalg.norm(own, axis=1)).all()
+
+
+@pytest.mark.parametrize(
+    "optimizer_of",
+    [
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.5),
+        lambda model: torch.optim.SGD(model.parameters(), lr=1e-4),
+        lambda model: torch.optim.SGD(model.parameters(), lr=1e-8, momentum=0.9),
+        lambda model: torch.optim.AdamW(model.parameters(), lr=1e-7),
+    ],
+    ids=["sgd 0.5", "sgd 1e-4", "momentum 1e-8", "adamw 1e-7"],
+)
+def test_weights_that_hardly_moved_are_no_fault(tmp_path: Path, optimizer_of: Optimizers) -> None:
+    torch.manual_seed(0)
+    model = Attention()
+    report, notes = reports(record(tmp_path, model, optimizer_of(model)))
+    assert report.ok, notes
+    for own in report.layers:
+        assert own.output_error is not None
+        assert own.output_error <= 1e-5 or "noise" in own.note
+        # Where the way is not rebuilt, that is said.
+        assert own.note or max(own.weight_error or 0, own.bias_error or 0) <= 1e-4
+
+
+@pytest.mark.parametrize("lr", [0.5, 1e-3])
+def test_a_step_that_is_not_in_the_rows_is_a_fault(
+    tmp_path: Path, lr: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row's value is lost on its way to the recording: nobody marks it, the weights tell."""
+    torch.manual_seed(0)
+    model = Attention()
+    real = recorder_module.Recorder._captured
+    lost = []
+
+    def losing(self: Recorder, layer: str, item: Any, blocks: Any) -> Any:
+        if layer == "value" and self._step == STEPS // 2:
+            item.value.array[0] = 0
+            lost.append(layer)
+        return real(self, layer, item, blocks)
+
+    monkeypatch.setattr(recorder_module.Recorder, "_captured", losing)
+    report, notes = reports(record(tmp_path, model, torch.optim.SGD(model.parameters(), lr=lr)))
+    assert lost
+    assert not report.ok
+    assert "do not rebuild" in notes["value"]
