@@ -72,6 +72,31 @@ def test_build_without_values_and_over_something(recording: Path, tmp_path: Path
     assert not (tmp_path / "out").exists()
 
 
+def test_build_with_parts(recording: Path, tmp_path: Path) -> None:
+    index, query = tmp_path / "index", tmp_path / "q.npy"
+    built = dualform("index", "build", recording, index, "--parts", "label,step")
+    assert built.status == 0, built.err
+    size = f"{(3 + 10) * D_IN * D_OUT * 4 / 1e6:.1f} MB"
+    assert built.out.splitlines()[0] == f"parts of label (3 groups), step (10 groups): {size}"
+    np.save(query, np.ones((1, D_IN), np.float32))
+    asked = ("query", "output", "--local", index, "--layer", "fc", "--query", query, "--json")
+    answers = [
+        json.loads(
+            dualform(*asked, "--group-by", "step", "--max-residual", "inf", "--strategy", way).out
+        )
+        for way in ("parts", "scan")
+    ]
+    np.testing.assert_allclose(*(own["values"] for own in answers), rtol=1e-5, atol=1e-6)
+    for column, message in (("labels", "no column 'labels'"), ("position", "no row has a value")):
+        wrong = dualform("index", "build", recording, tmp_path / "no", "--parts", column)
+        assert (wrong.status, wrong.out) == (2, "")
+        assert message in wrong.err
+        assert not (tmp_path / "no").exists()
+    bare = dualform("index", "build", recording, tmp_path / "no", "--no-values", "--parts", "label")
+    assert (bare.status, bare.out) == (2, "")
+    assert "leave out --parts" in bare.err
+
+
 @pytest.mark.parametrize("option", ["--follow", "--sum-by=label", "--val"])
 def test_options_of_later_are_refused(recording: Path, tmp_path: Path, option: str) -> None:
     done = dualform("index", "build", recording, tmp_path / "index", option)

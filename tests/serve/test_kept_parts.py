@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dualform.client import Client
+from dualform.client import Client, InvalidArgumentError
 from dualform.engine.totals import followed
+from dualform.index import build_index
 
 from .serving import serving
 
@@ -39,3 +40,17 @@ def test_clients_share_the_parts_of_a_mask(
         again = np.concatenate([ask(number) for number in range(6)])
     assert passes == ["2"]
     np.testing.assert_array_equal(found, again)
+
+
+def test_stored_parts_over_the_wire(adamw_recording: Path, tmp_path: Path) -> None:
+    build_index(adamw_recording, tmp_path / "index", parts=["label"])
+    queries = np.random.default_rng(0).standard_normal((2, 48)).astype(np.float32)
+    with serving({"digits": tmp_path / "index"}) as served, Client(served.address) as client:
+        found = client.dual_output("2", queries, group_by="label", explain_plan=True)
+        assert found.plan is not None
+        assert found.plan.strategy == "parts"
+        assert set(found.plan.costs) == {"parts", "scan"}
+        scan = client.dual_output("2", queries, group_by="label", strategy="scan")
+        np.testing.assert_allclose(found.values, scan.values, atol=2e-6)
+        with pytest.raises(InvalidArgumentError, match="whole groups of label"):
+            client.dual_output("2", queries, where="step < 3", strategy="parts")

@@ -30,9 +30,10 @@ from threadpoolctl import threadpool_limits
 from dualform.index.background import BackgroundWorker
 from dualform.index.equal_keys import MOST_KEYS, EqualKeysWriter, digests
 from dualform.index.key_summary import KeySummary
+from dualform.index.parts import PartsPlan, plan_parts, write_parts
 from dualform.index.payloads import write_payloads
 from dualform.index.row_spaces import Space, row_spaces
-from dualform.index.row_sum import FollowedSum, RowSum
+from dualform.index.row_sum import FollowedSum, RowSums
 from dualform.index.shards import ShardFile, ShardWriter
 from dualform.index.sketch import MIN_D_IN, SAMPLE_ROWS, leading_directions, sketch
 from dualform.index.workspace import workspace
@@ -48,6 +49,7 @@ from dualform.store.index_parts import (
     LayerShard,
     RowSpace,
     SpaceShard,
+    StoredParts,
     layer_directory,
     layer_file,
     shard_file,
@@ -72,6 +74,8 @@ def build_index(
     *,
     values: bool = True,
     shard_rows: int = SHARD_ROWS,
+    parts: Sequence[str] = (),
+    announce: Callable[[str], None] | None = None,
     progress: Progress | None = None,
 ) -> None:
     """Publish a recording as an index.
@@ -81,13 +85,18 @@ def build_index(
         index: The directory to create. It appears at the end, whole.
         values: False leaves the values out: attention weights only, no dual output.
         shard_rows: Rows per shard at most.
+        parts: Metadata columns: what the rows of each of their values became in the trained weights
+            is kept, so that outputs by these groups are one small product.
+        announce: Called, before anything is written, with a sentence on what the parts take.
         progress: Called with (bytes written, bytes to write).
 
     Raises:
         ExistsError: The target exists, or another build is writing it.
         NotFoundError, VersionError, DamagedError: The recording can't be read.
         NoSpaceError: The disk is full; nothing of the index is left on it.
-        ValueError: The recording holds no step, or shard_rows < 1.
+        ValueError: The recording holds no step, shard_rows < 1, or parts of a column can't be
+            kept: it is not there, has no value or more than `MOST_GROUPS`, or its parts take too
+            much memory.
     """
     if shard_rows < 1:
         raise ValueError(f"shard_rows is {shard_rows}; it must be at least 1")
@@ -95,8 +104,13 @@ def build_index(
     source = Recording.open(Path(recording))
     if source.steps == 0:
         raise ValueError(f"{recording} holds no committed step yet; there is nothing to index")
+    values = values and source.manifest.values
+    spaces = row_spaces(source)
+    plan = plan_parts(source, spaces, parts, values)
+    if parts and announce is not None:
+        announce(plan.describe())
     with workspace(target) as directory, threadpool_limits(1, user_api="blas"):
-        build = _Build(source, directory, values and source.manifest.values, shard_rows, progress)
+        build = _Build(source, directory, spaces, plan, values, shard_rows, progress)
         try:
             build.run()
         except OSError as error:
@@ -139,6 +153,21 @@ class _PendingShard:
         )
 
 
+@dataclass(frozen=True)
+class _Order:
+    """How the rows of a shard lie.
+
+    Attributes:
+        positions: int64 [rows], of each row in the order of the recording.
+        run_starts: Where the runs of (task, label) start.
+        parts: int32 [columns, rows], the stored parts that each row of the recording belongs to.
+    """
+
+    positions: np.ndarray
+    run_starts: np.ndarray
+    parts: np.ndarray
+
+
 class _Build:
     """One build.
 
@@ -150,6 +179,8 @@ class _Build:
         self,
         source: Recording,
         directory: Path,
+        spaces: list[Space],
+        parts: PartsPlan,
         values: bool,
         shard_rows: int,
         progress: Progress | None,
@@ -159,9 +190,10 @@ class _Build:
         self._values = values
         self._shard_rows = shard_rows
         self._progress = progress
-        self._spaces = row_spaces(source)
+        self._spaces = spaces
+        self._parts = parts
         self._directions: dict[str, np.ndarray | None] = {}
-        self._row_sums: dict[str, RowSum | FollowedSum] = {}
+        self._row_sums: dict[str, RowSums | FollowedSum] = {}
         self._equal_keys: dict[str, EqualKeysWriter] = {}
         self._done = 0
         layers = source.manifest.layers
@@ -195,11 +227,9 @@ class _Build:
                 for start in range(0, space.rows, step):
                     stop = min(start + step, space.rows)
                     ahead.submit(self._read_ahead, space, start, min(stop + step, space.rows))
-                    positions, run_starts = self._write_sidecar(number, space, start, stop)
+                    order = self._write_sidecar(number, space, start, stop)
                     for name in space.layers:
-                        shard = self._write_layer(
-                            writer, layers[name], space, positions, run_starts, start, stop
-                        )
+                        shard = self._write_layer(writer, layers[name], space, order, start, stop)
                         pending[name].append(shard)
         self._finish({name: tuple(p.result() for p in own) for name, own in pending.items()})
 
@@ -217,14 +247,8 @@ class _Build:
         ]
         return max(sizes, default=0) + 4096
 
-    def _write_sidecar(
-        self, number: int, space: Space, start: int, stop: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Write the sidecar of rows [start, stop).
-
-        Returns:
-            Each row's position inside the shard, and where the runs of (task, label) start.
-        """
+    def _write_sidecar(self, number: int, space: Space, start: int, stop: int) -> _Order:
+        """Write the sidecar of rows [start, stop)."""
         passes = space.passes_in(start, stop)
         table = self._source.read_rows([space.blocks[i] for i in passes])
         table = table.slice(start - int(space.starts[passes[0]]), stop - start)
@@ -233,6 +257,7 @@ class _Build:
             for name in ("label", "task")
             if name in table.column_names
         }
+        parts = self._parts.codes(number, table)
         order = np.lexsort(list(codes.values())) if codes else np.arange(len(table))
         task, label = (codes[name][order] if name in codes else None for name in ("task", "label"))
         row = pa.array(np.arange(start, stop)[order])
@@ -244,20 +269,19 @@ class _Build:
         )
         positions = np.empty(stop - start, np.int64)
         positions[order] = np.arange(stop - start)
-        return positions, runs(task, label, stop - start)
+        return _Order(positions, runs(task, label, stop - start), parts)
 
     def _write_layer(
         self,
         writer: ShardWriter,
         layer: LayerSpec,
         space: Space,
-        positions: np.ndarray,
-        run_starts: np.ndarray,
+        order: _Order,
         start: int,
         stop: int,
     ) -> _PendingShard:
         """Fill and hand over the layer's keys, then its values, of rows [start, stop)."""
-        summary = KeySummary(stop - start, layer.d_in, run_starts)
+        summary = KeySummary(stop - start, layer.d_in, order.run_starts)
         directions = self._directions[layer.name]
         sketches = None
         if directions is not None:
@@ -267,13 +291,13 @@ class _Build:
         encodings = self._encodings[layer.name]
         number = len(space.shards) - 1
 
-        def pieces(*, values: bool) -> Iterator[tuple[PassRecord, np.ndarray, np.ndarray]]:
+        def pieces(*, values: bool) -> Iterator[tuple[PassRecord, slice, np.ndarray]]:
             records = self._source.passes(layer.name)
             for i in space.passes_in(start, stop):
                 begin = int(space.starts[i])
                 first, last = max(begin, start), min(int(space.starts[i + 1]), stop)
                 rows = self._read(records[i], layer, values=values)[first - begin : last - begin]
-                yield records[i], positions[first - start : last - start], rows
+                yield records[i], slice(first - start, last - start), rows
                 self._advance(rows.nbytes)
 
         def study(where: np.ndarray, rows: np.ndarray) -> None:
@@ -286,7 +310,8 @@ class _Build:
 
         def fill_keys(file: ShardFile) -> None:
             with BackgroundWorker() as background:
-                for _, where, rows in pieces(values=False):
+                for _, own, rows in pieces(values=False):
+                    where = order.positions[own]
                     background.submit(study, where, rows)
                     file.put(where, rows)
                 if hashes is not None:
@@ -295,15 +320,16 @@ class _Build:
         def fill_values(file: ShardFile) -> None:
             row_sum = self._row_sums.get(layer.name)
 
-            def add(step: int, where: np.ndarray, rows: np.ndarray) -> None:
+            def add(step: int, own: slice, rows: np.ndarray) -> None:
                 assert row_sum is not None
-                row_sum.add(step, keys_file.take(where), encodings[1].widen(rows))
+                keys = keys_file.take(order.positions[own])
+                row_sum.add(step, keys, encodings[1].widen(rows), order.parts[:, own])
 
             with BackgroundWorker() as background:
-                for record, where, rows in pieces(values=True):
+                for record, own, rows in pieces(values=True):
                     if row_sum is not None:
-                        background.submit(add, record.step, where, rows)
-                    file.put(where, rows)
+                        background.submit(add, record.step, own, rows)
+                    file.put(order.positions[own], rows)
 
         rows = stop - start
         name = shard_file(layer.name, number, "keys.faiss")
@@ -343,20 +369,29 @@ class _Build:
             rows += len(sample[-1])
         return leading_directions(sample) if sample else None
 
-    def _start_row_sums(self) -> dict[str, RowSum | FollowedSum]:
+    def _start_row_sums(self) -> dict[str, RowSums | FollowedSum]:
         """Of every layer whose optimizer is of a known family; marks are the remainder's matter."""
         ledger, steps = self._source.ledger(), self._source.steps
         if not self._values or ledger.family.name == Unknown.name:
             return {}
         layers = self._source.manifest.layers
+        parts = {
+            name: self._parts.count(number)
+            for number, space in enumerate(self._spaces)
+            for name in space.layers
+        }
         if not ledger.family.scalar:
             initial = self._source.initial()
-            return {name: FollowedSum(layer, ledger, initial) for name, layer in layers.items()}
+            return {
+                name: FollowedSum(layer, ledger, initial, parts[name])
+                for name, layer in layers.items()
+            }
         return {
-            name: RowSum(
+            name: RowSums(
                 layer,
                 ledger.coefficients(layer.weight, steps),
                 None if layer.bias is None else ledger.coefficients(layer.bias, steps),
+                parts[name],
             )
             for name, layer in layers.items()
         }
@@ -369,10 +404,16 @@ class _Build:
             for name in space.layers
         }
 
-    def _write_row_sum(self, spec: LayerSpec) -> FileEntry | None:
-        own = self._row_sums.get(spec.name)
+    def _write_row_sum(
+        self, spec: LayerSpec, space: int
+    ) -> tuple[FileEntry | None, tuple[StoredParts, ...]]:
+        """What all rows add up to, and the parts of it that are kept."""
+        own = self._row_sums.pop(spec.name, None)
         total = None if own is None else own.result()
-        return None if total is None else self._write_state(spec, "rebuilt", total)
+        if own is None or total is None:
+            return None, ()
+        parts = write_parts(self._directory, spec, self._parts.spaces[space], own.parts())
+        return self._write_state(spec, "rebuilt", total), parts
 
     def _write_array(self, name: str, array: np.ndarray) -> FileEntry:
         sink = io.BytesIO()
@@ -409,6 +450,7 @@ class _Build:
                 spec = source.manifest.layers[name]
                 directions = self._directions[name]
                 file = layer_file(name, "directions.npy")
+                rebuilt, parts = self._write_row_sum(spec, number)
                 layers[name] = IndexLayer(
                     name=name,
                     kind=spec.kind,
@@ -424,10 +466,11 @@ class _Build:
                     final=None if final is None else self._write_state(spec, "final", final),
                     states=tuple(states[name]),
                     shards=shards[name],
-                    rebuilt=self._write_row_sum(spec),
+                    rebuilt=rebuilt,
                     equal_keys=self._equal_keys[name].result(),
                     key_encoding=self._encodings[name][0].name,
                     value_encoding=self._encodings[name][1].name,
+                    parts=parts,
                 )
         examples, payloads = write_payloads(source, self._directory) or (None, None)
         manifest = IndexManifest(

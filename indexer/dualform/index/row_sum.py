@@ -8,12 +8,12 @@ cancel, so that what one long float32 sum loses is large beside the result.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
 
-from dualform.optimizers import LayerRun, layer_state
+from dualform.optimizers import Affine, LayerRun, layer_state
 from dualform.store.index import INITIAL
 from dualform.store.ledger import Coefficients, Ledger
 from dualform.store.recording import LayerSpec
@@ -29,9 +29,12 @@ class FollowedSum:
         layer: Whose rows.
         ledger: What the optimizer did.
         initial: The state before the first step.
+        parts: How many parts are kept apart beside the whole.
     """
 
-    def __init__(self, layer: LayerSpec, ledger: Ledger, initial: Mapping[str, np.ndarray]) -> None:
+    def __init__(
+        self, layer: LayerSpec, ledger: Ledger, initial: Mapping[str, np.ndarray], parts: int = 0
+    ) -> None:
         self._layer = layer
         self._steps = ledger.steps
         self._run = LayerRun(
@@ -40,44 +43,108 @@ class FollowedSum:
             None if layer.bias is None else ledger.parameters[layer.bias],
             layer_state(initial, ledger.family, layer.weight, layer.bias),
             0,
-            1,
+            1 + parts,
         )
+        self._parts = parts
         self._step = -1
-        self._waiting: list[tuple[np.ndarray, np.ndarray]] = []
+        self._waiting: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
 
-    def add(self, step: int, keys: np.ndarray, values: np.ndarray) -> None:
+    def add(
+        self, step: int, keys: np.ndarray, values: np.ndarray, codes: np.ndarray | None = None
+    ) -> None:
         """Take rows in the order of their steps.
 
         Args:
             step: Their number.
             keys: float32 [n, d_in]; kept until the step is complete.
             values: float32 [n, d_out].
+            codes: int32 [columns, n], parts that each row belongs to.
         """
         if step != self._step:
             self._take()
             self._step = step
-        self._waiting.append((keys, values.copy()))
+        if codes is None:
+            codes = np.empty((0, len(keys)), np.int32)
+        self._waiting.append((keys, values.copy(), codes))
 
     def result(self) -> dict[str, np.ndarray] | None:
         """The sums and the initial part, float64; None where one is not finite."""
         self._take()
         self._run.advance(self._steps)
-        found: dict[str, np.ndarray] = {}
-        for prefix, own in (("", self._run.part(0)), (INITIAL, self._run.initial())):
-            found[prefix + self._layer.weight] = own.weight.numpy()
-            if self._layer.bias is not None and own.bias is not None:
-                found[prefix + self._layer.bias] = own.bias.numpy()
+        found = self._named(self._run.part(0))
+        found |= {INITIAL + name: own for name, own in self._named(self._run.initial()).items()}
         return found if all(np.isfinite(own).all() for own in found.values()) else None
+
+    def parts(self) -> list[dict[str, np.ndarray]]:
+        """What each part's rows became, float64 by parameter, once `result` was asked for."""
+        return [self._named(self._run.part(1 + number)) for number in range(self._parts)]
+
+    def _named(self, own: Affine) -> dict[str, np.ndarray]:
+        found = {self._layer.weight: own.weight.numpy()}
+        if self._layer.bias is not None and own.bias is not None:
+            found[self._layer.bias] = own.bias.numpy()
+        return found
 
     def _take(self) -> None:
         if not self._waiting:
             return
         keys, values = (
-            torch.from_numpy(np.concatenate(p)) for p in zip(*self._waiting, strict=True)
+            torch.from_numpy(np.concatenate([rows[which] for rows in self._waiting]))
+            for which in (0, 1)
         )
+        codes = np.concatenate([own for _, _, own in self._waiting], axis=1)
         self._waiting.clear()
+        which: list[slice | torch.Tensor | None] = [slice(None)] + [None] * self._parts
+        for part, rows in split(codes):
+            which[1 + part] = slice(None) if len(rows) == len(keys) else torch.from_numpy(rows)
         with torch.no_grad():
-            self._run.take(self._step, keys, values, [slice(None)])
+            self._run.take(self._step, keys, values, which)
+
+
+def split(codes: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """The parts that some rows belong to.
+
+    Args:
+        codes: int32 [columns, rows].
+
+    Returns:
+        A part's number, and places of its rows, int64 and ascending.
+    """
+    for column in codes:
+        for code in np.unique(column).tolist():
+            yield code, np.flatnonzero(column == code)
+
+
+class RowSums:
+    """What a layer's rows add up to by their coefficients, whole and in parts.
+
+    Args:
+        layer, weight, bias: As for `RowSum`.
+        parts: How many parts are kept apart beside the whole.
+    """
+
+    def __init__(
+        self, layer: LayerSpec, weight: Coefficients, bias: Coefficients | None, parts: int = 0
+    ) -> None:
+        self._layer = layer
+        self._whole = RowSum(layer, weight, bias)
+        self._parts = [RowSum(layer, weight, bias) for _ in range(parts)]
+
+    def add(
+        self, step: int, keys: np.ndarray, values: np.ndarray, codes: np.ndarray | None = None
+    ) -> None:
+        """Take rows of one step; arguments as for `FollowedSum`."""
+        self._whole.add(step, keys, values)
+        for part, rows in split(codes) if codes is not None else ():
+            self._parts[part].add(step, keys[rows], values[rows])
+
+    def result(self) -> dict[str, np.ndarray] | None:
+        """The whole's sums, float64 by parameter; None where one is not finite."""
+        return self._whole.result()
+
+    def parts(self) -> list[dict[str, np.ndarray]]:
+        """Each part's sums, float64 by parameter, finite or not."""
+        return [part.sums() for part in self._parts]
 
 
 class RowSum:
@@ -117,11 +184,16 @@ class RowSum:
 
     def result(self) -> dict[str, np.ndarray] | None:
         """The sums, float64, by parameter; None where one is not finite."""
+        found = self.sums()
+        return found if all(np.isfinite(own).all() for own in found.values()) else None
+
+    def sums(self) -> dict[str, np.ndarray]:
+        """Likewise, finite or not."""
         self._multiply()
         found: dict[str, np.ndarray] = {self._layer.weight: self._weight}
         if self._layer.bias is not None:
             found[self._layer.bias] = self._bias
-        return found if all(np.isfinite(own).all() for own in found.values()) else None
+        return found
 
     def _multiply(self) -> None:
         if not self._waiting:

@@ -30,6 +30,7 @@ from dualform.store.index_parts import (
     LayerShard,
     RowSpace,
     SpaceShard,
+    StoredParts,
     layer_directory,
 )
 from dualform.store.ledger import Ledger, from_parquet
@@ -42,6 +43,7 @@ __all__ = [
     "LayerShard",
     "RowSpace",
     "SpaceShard",
+    "StoredParts",
     "first_dtype",
     "first_header",
     "layer_directory",

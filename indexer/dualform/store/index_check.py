@@ -22,7 +22,9 @@ from dualform.store.index_parts import (
     LayerShard,
     RowSpace,
     SpaceShard,
+    StoredParts,
     layer_file,
+    parts_file,
     shard_file,
     sidecar_file,
 )
@@ -106,6 +108,7 @@ def _layer(data: Fields, spaces: Sequence[RowSpace], steps: int) -> IndexLayer:
         equal_keys=_equal_keys(data) if data.has("equal_keys") else None,
         key_encoding=_encoding(data, "key_encoding").name,
         value_encoding=_encoding(data, "value_encoding").name,
+        parts=data.objects("parts", _parts) if data.has("parts") else (),
     )
     if layer.weight == layer.bias:
         raise wrong(data.called("bias"), layer.bias, "another name than the weight's")
@@ -151,6 +154,10 @@ def _equal_keys(data: Fields) -> EqualKeys:
     return EqualKeys(own.integer("distinct", 1), own.entry("first"))
 
 
+def _parts(data: Fields) -> StoredParts:
+    return StoredParts(data.text("column"), data.integer("groups", 1), data.entry("file"))
+
+
 def _encoding(data: Fields, name: str) -> Encoding:
     try:
         return encoding(data.get(name)) if data.has(name) else FLOAT32
@@ -172,6 +179,12 @@ def _check_files(data: Fields, layer: IndexLayer) -> None:
         called(entry, f"states-{step}.safetensors", "states")
     if layer.equal_keys is not None:
         called(layer.equal_keys.first, "equal.npy", "equal_keys.first")
+    for i, own in enumerate(layer.parts):
+        where = data.called(f"parts[{i}]")
+        _called(own.file, parts_file(layer.name, own.column), f"{where}.file")
+        least = 4 * own.groups * layer.d_out * (layer.d_in + (layer.bias is not None))
+        if own.file.bytes < least:
+            raise wrong(f"{where}.file.bytes", own.file.bytes, "what its groups take")
     if layer.directions is not None and _directions(layer) < 1:
         size = layer.directions.bytes
         raise wrong(f"{data.called('directions')}.bytes", size, "some rows of d_in numbers")

@@ -56,6 +56,22 @@ class EqualKeys:
 
 
 @dataclass(frozen=True)
+class StoredParts:
+    """What the rows of each value of a column became in a layer's trained weights.
+
+    Attributes:
+        column: The metadata column.
+        groups: Its values in the layer's row space, null among them.
+        file: Safetensors file, float32 by parameter, [groups, d_out, d_in] and [groups, d_out]; the
+            groups ascending by value, null last.
+    """
+
+    column: str
+    groups: int
+    file: FileEntry
+
+
+@dataclass(frozen=True)
 class IndexLayer:
     """A layer: where its weights, keys and values are, and how far it is exact.
 
@@ -70,6 +86,7 @@ class IndexLayer:
         equal_keys: None where keys come again too seldom, or where nobody looked.
         key_encoding: Name of the encoding of its keys (`dualform.store.encoding`).
         value_encoding: Likewise of its values.
+        parts: Of the columns that the build was asked for; each column's add up to `rebuilt`.
     """
 
     name: str
@@ -90,6 +107,7 @@ class IndexLayer:
     equal_keys: EqualKeys | None = None
     key_encoding: str = FLOAT32.name
     value_encoding: str = FLOAT32.name
+    parts: tuple[StoredParts, ...] = ()
 
     @property
     def encodings(self) -> tuple[str, str]:
@@ -120,17 +138,26 @@ def layer_directory(name: str) -> str:
     A name that no directory can have is changed: dots alone are encoded too, and a long name ends
     in a digest of the whole.
     """
+    return f"layers/{_encoded(name)}"
+
+
+def _encoded(name: str) -> str:
     encoded = quote(name, safe="") or "%root"
     if not encoded.strip("."):
         encoded = encoded.replace(".", "%2E")
     if len(encoded) > _LONGEST_NAME:
         encoded = f"{encoded[:_LONGEST_NAME]}%{digest(name.encode())}"
-    return f"layers/{encoded}"
+    return encoded
 
 
 def layer_file(layer: str, what: str) -> str:
     """The name of a file of a layer, such as "initial.safetensors"."""
     return f"{layer_directory(layer)}/{what}"
+
+
+def parts_file(layer: str, column: str) -> str:
+    """The name of the file with a layer's parts by the values of a column."""
+    return layer_file(layer, f"parts-{_encoded(column)}.safetensors")
 
 
 def shard_file(layer: str, number: int, what: str) -> str:

@@ -62,6 +62,7 @@ class Strategy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     STRATEGY_KEY_SUMS: _ClassVar[Strategy]
     STRATEGY_DISTINCT_KEYS: _ClassVar[Strategy]
     STRATEGY_REBUILT: _ClassVar[Strategy]
+    STRATEGY_PARTS: _ClassVar[Strategy]
 DATA_TYPE_UNSPECIFIED: DataType
 DATA_TYPE_FLOAT32: DataType
 DATA_TYPE_FLOAT64: DataType
@@ -98,6 +99,7 @@ STRATEGY_CERTIFIED: Strategy
 STRATEGY_KEY_SUMS: Strategy
 STRATEGY_DISTINCT_KEYS: Strategy
 STRATEGY_REBUILT: Strategy
+STRATEGY_PARTS: Strategy
 
 class Tensor(_message.Message):
     __slots__ = ("dtype", "shape", "data")

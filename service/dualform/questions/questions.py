@@ -20,7 +20,7 @@ Order = Literal["largest", "smallest", "absolute"]
 RankBy = Literal["weight", "contribution"]
 TopKStrategy = Literal["auto", "certified", "flat", "scan"]
 SumsStrategy = Literal["auto", "key_sums", "distinct_keys", "scan"]
-OutputStrategy = Literal["auto", "rebuilt", "scan"]
+OutputStrategy = Literal["auto", "rebuilt", "parts", "scan"]
 Queries: TypeAlias = npt.NDArray[np.float32]
 
 MAX_RESIDUAL = 1e-4
@@ -143,7 +143,8 @@ class OutputQuestion(Question):
         at_step: After so many steps, 0 to all of them; None for the trained layer.
         group_by: A metadata column: the output split by its values, the initial part beside.
         strategy: For the trained layer "scan" adds every row instead of taking what they were
-            added up to ("rebuilt", refused where it does not apply).
+            added up to, all ("rebuilt") or by the values of a column ("parts"); refused where it
+            does not apply.
         max_residual: The largest part of a query's output, by Euclidean length, that no row may
             explain for an answer to be given; None for MAX_RESIDUAL.
     """

@@ -39,6 +39,14 @@ def add_to(commands: Any) -> None:
         default=True,
         help="keep the values; without them there is no dual output",
     )
+    build.add_argument(
+        "--parts",
+        type=lambda names: names.split(","),
+        default=[],
+        metavar="COLUMN,...",
+        help="keep what the rows of each value of these columns became: outputs by these groups, "
+        "and of whole groups, are one small product",
+    )
     build.set_defaults(run=_build, parser=build)
     for name, run, what in (
         ("inspect", _inspect, "show an index's layers, rows and columns"),
@@ -73,7 +81,14 @@ def _build(options: argparse.Namespace) -> int:
             progress(done, total)
 
         try:
-            build_index(options.recording, options.index, values=options.values, progress=show)
+            build_index(
+                options.recording,
+                options.index,
+                values=options.values,
+                parts=options.parts,
+                announce=lambda text: print(text, flush=True),
+                progress=show,
+            )
         except ValueError as error:
             raise CommandError(str(error)) from error
     size = _size(options.index)

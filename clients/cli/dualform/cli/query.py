@@ -63,7 +63,7 @@ def add_to(commands: Any) -> None:
             metavar="SHARE",
             help="how much of an output no row may explain (default 1e-4)",
         )
-    _plan_options(output, ["rebuilt", "scan"])
+    _plan_options(output, ["rebuilt", "parts", "scan"])
 
 
 def _plan_options(parser: argparse.ArgumentParser, strategies: list[str]) -> None:

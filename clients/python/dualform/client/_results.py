@@ -38,7 +38,7 @@ class ChosenPlan:
     """How the server found an answer, and why; the answer is the same by every strategy.
 
     Attributes:
-        strategy: "scan", "flat", "certified", "key_sums", "distinct_keys" or "rebuilt".
+        strategy: "scan", "flat", "certified", "key_sums", "distinct_keys", "rebuilt" or "parts".
         reason: One sentence.
         costs: Estimated seconds by strategy, of those that apply.
     """
@@ -345,6 +345,7 @@ STRATEGIES = {
     "key_sums": pb.STRATEGY_KEY_SUMS,
     "distinct_keys": pb.STRATEGY_DISTINCT_KEYS,
     "rebuilt": pb.STRATEGY_REBUILT,
+    "parts": pb.STRATEGY_PARTS,
 }
 
 

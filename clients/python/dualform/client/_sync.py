@@ -319,7 +319,7 @@ class Client:
             max_residual: The largest part of an output, by Euclidean length, that no row may
                 explain (rounding, reduced precision, edits by hand) for an answer to be given;
                 None for 1e-4. It is `residual` in the answer.
-            strategy: "auto", "rebuilt" or "scan"; as for `top_k`.
+            strategy: "auto", "rebuilt", "parts" or "scan"; as for `top_k`.
             explain_plan: As for `top_k`.
             index: Its name; None where one is served.
             timeout: Seconds.

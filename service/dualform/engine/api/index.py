@@ -30,6 +30,7 @@ from dualform.engine.rows.rows import Rows
 from dualform.engine.totals.coefficients import LayerCoefficients, layer_coefficients
 from dualform.engine.totals.metric import UnitMetrics
 from dualform.engine.totals.outputs import DualOutputs
+from dualform.engine.totals.stored_parts import parts_off
 from dualform.engine.totals.streams import CHUNK_BYTES, weights_in_row_order
 from dualform.questions import (
     ExplainQuestion,
@@ -268,6 +269,11 @@ class Index(Keywords):
                 return None
             return {name: own.numpy().copy() for name, own in self._states.read(entry).items()}
 
+    def parts_off(self, layer: str) -> list[str]:
+        """Which columns' stored parts do not add up to what all of a layer's rows do, in words."""
+        with self._guarded():
+            return parts_off(self.layer(layer).manifest, self._states)
+
     def verify_files(self, stop: Stop | None = None) -> None:
         """Hash every file against the manifest, and hold what it says of the keys against them.
 
@@ -285,6 +291,7 @@ class Index(Keywords):
             own = layer.manifest
             needed += [own.initial, own.final, own.rebuilt, *(entry for _, entry in own.states)]
             files += [file for shard in layer.shards for file in (shard.keys, shard.values) if file]
+            needed += [parts.file for parts in own.parts]
             spared += [own.directions, None if own.equal_keys is None else own.equal_keys.first]
             spared += [entry for shard in own.shards for entry in (shard.sketch, shard.sums)]
 

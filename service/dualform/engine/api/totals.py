@@ -15,6 +15,7 @@ from dualform.engine.rows.bins import binned
 from dualform.engine.totals import outputs
 from dualform.engine.totals import sums as totals
 from dualform.engine.totals.outputs import PreparedOutput
+from dualform.engine.totals.stored_parts import whole_groups
 from dualform.engine.totals.sums import PreparedSums
 from dualform.questions import MAX_RESIDUAL, OutputQuestion, SumsQuestion
 
@@ -76,7 +77,8 @@ def dual_output(
     imply: a row of step t adds (c_t x_t.x + c'_t) e_t, primes for the bias. Of all rows together,
     what those before the last stored state j <= at_step add comes in one product with it, and for
     the trained layer what all of them add in one product with the weight that they were added up
-    to (docs/decisions, 7 and 8); everything else is a scan.
+    to (docs/decisions, 7 and 8); whole groups of a column whose parts are stored come in one
+    product each; everything else is a scan.
     """
     prepared = prepare_output(opened, layer, question)
     plan = outputs.plan(layer, prepared, Coverage.of(layer, prepared.selected).rows)
@@ -89,13 +91,15 @@ def prepare_output(opened: Opened, layer: Layer, question: OutputQuestion) -> Pr
     queries, column = query_tensor(layer, question.queries), question.group_by
     end = last_step(layer, opened.ledger, question.at_step)
     before = None if question.at_step is None else end
+    selected = layer.space.select(question.where, before_step=before)
     return PreparedOutput(
         queries=queries,
         at_step=question.at_step,
         end=end,
         grouping=None if column is None else layer.space.grouping(column),
-        selected=layer.space.select(question.where, before_step=before),
+        selected=selected,
         filtered=question.where is not None,
+        parts=whole_groups(layer, question.at_step, column, selected),
         strategy=question.strategy,
         max_residual=MAX_RESIDUAL if question.max_residual is None else question.max_residual,
     )

@@ -1,7 +1,8 @@
 """Verification: does what was recorded rebuild the trained weights?
 
 Per layer, in float64: W_T' = p W_0 + r m_0 + sum_t c_t E_t from the ledger's coefficients and the
-rows' outer products, compared with the stored W_T; the stored sum of the rows compared with theirs;
+rows' outer products, compared with the stored W_T; the stored sum of the rows compared with theirs,
+and the stored parts of a column with that sum;
 and every state stored on the way against the rows since the one before it. Keys that are said to be
 equal are compared byte for byte. All files are hashed.
 """
@@ -203,6 +204,9 @@ def _verify_layer(index: Index, layer: Layer, advance: Callable[[int], None]) ->
     judgement = judge(rebuilt, index.steps, output_error, first_mark is not None)
     faults = list(judgement.faults)
     faults += [f"the stored sum of the rows is not theirs: {name} is off" for name in off]
+    faults += [
+        f"stored parts do not add up to all rows: {what}" for what in index.parts_off(own.name)
+    ]
     if bad is not None:
         faults.append(
             f"steps {bad.first} to {bad.last} do not add up: {bad.what} is off by {bad.error:.2g}"

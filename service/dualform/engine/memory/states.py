@@ -41,6 +41,10 @@ class States:
         self._lock = threading.Lock()
         self._mapped: dict[str, tuple[tuple[int, ...], State]] = {}
 
+    def path(self, entry: FileEntry) -> Path:
+        """Where a file is."""
+        return self._directory / entry.name
+
     def read(self, entry: FileEntry) -> State:
         """Map a file.
 

@@ -109,12 +109,14 @@ def distinct_keys_seconds(layer: Layer, queries: int, rows: int, keys: int) -> f
     return _CALL + _COUNTED * rows + _SCATTERED * scan_seconds(keys * key, queries) + cold
 
 
-def output_costs(layer: Layer, queries: int, rows: int) -> dict[str, float]:
-    """Estimated seconds for outputs: from the rebuilt weight, or by a scan of so many rows."""
+def output_costs(layer: Layer, queries: int, rows: int, parts: int) -> dict[str, float]:
+    """Estimated seconds for outputs: from the rebuilt weight, from so many stored parts, or by a
+    scan of so many rows."""
     size = rows * (layer.key_bytes + layer.value_bytes)
     cold = (1 - resident(layer)) * size * _DISK
     return {
         "rebuilt": _CALL + _PRODUCT * 8 * layer.d_in * layer.d_out * queries,
+        "parts": _CALL + _PRODUCT * 4 * layer.d_in * layer.d_out * queries * parts,
         "scan": _CALL + _OUTPUT * scan_seconds(size, queries) + cold,
     }
 

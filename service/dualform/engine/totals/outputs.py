@@ -3,7 +3,8 @@
 Of all rows together, what those before a stored state j <= at_step add comes in one product with
 that state (docs/decisions/0007-stored-states.md), and for the trained layer what all of them add in
 one product with the weight that they were added up to (docs/decisions/0008-rebuilt-weights.md).
-Everything else is a scan.
+Groups of a column whose parts are stored, and selections that are whole groups of one, come in one
+product per group. Everything else is a scan.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from dualform.engine.totals.coefficients import (
 )
 from dualform.engine.totals.followed import FollowedParts, affine, outputs_of
 from dualform.engine.totals.row_parts import rows_part
+from dualform.engine.totals.stored_parts import WholeGroups, group_outputs
 from dualform.optimizers import Affine
 from dualform.questions import MAX_RESIDUAL
 from dualform.store.files import FileEntry
@@ -49,6 +51,7 @@ class PreparedOutput:
         grouping: Groups to keep apart, or None for the whole.
         selected: bool [total], by position: the rows that take part, all before `end`.
         filtered: A filter, not `end` alone, selected them.
+        parts: The stored parts that the selected rows are made of, or why there are none.
         strategy: How; "auto" takes the first that applies.
         max_residual: Of an output, how much no row may explain for it to be given.
     """
@@ -59,6 +62,7 @@ class PreparedOutput:
     grouping: Grouping | None
     selected: np.ndarray
     filtered: bool
+    parts: WholeGroups | str
     strategy: str
     max_residual: float = MAX_RESIDUAL
 
@@ -96,15 +100,25 @@ def plan(layer: Layer, question: PreparedOutput, rows: int) -> Plan:
     Raises:
         InvalidArgumentError: The strategy is unknown, or does not apply.
     """
-    why_not = why_not_rebuilt(layer.manifest, question)
-    check_strategy(question.strategy, {"rebuilt": why_not, "scan": None})
-    costs = output_costs(layer, len(question.queries), rows)
-    if why_not is not None:
-        del costs["rebuilt"]
-        return chosen(question.strategy, costs, f"no rebuilt weight: {why_not}")
-    if question.strategy == "scan":
-        return chosen("scan", costs, "")
-    return Plan("rebuilt", "the weight that all rows add up to is stored", costs)
+    own = question.parts
+    refused = {
+        "rebuilt": why_not_rebuilt(layer.manifest, question),
+        "parts": own if isinstance(own, str) else None,
+        "scan": None,
+    }
+    check_strategy(question.strategy, refused)
+    taken = 0 if isinstance(own, str) else int(np.count_nonzero(own.taken))
+    costs = output_costs(layer, len(question.queries), rows, taken)
+    costs = {name: cost for name, cost in costs.items() if refused[name] is None}
+    if question.strategy != "auto":
+        return chosen(question.strategy, costs, "")
+    if "rebuilt" in costs:
+        return Plan("rebuilt", "the weight that all rows add up to is stored", costs)
+    if not isinstance(own, str):
+        reason = f"what the rows of {taken:,} values of {own.stored.column!r} became is stored"
+        return Plan("parts", reason, costs)
+    reason = f"no rebuilt weight: {refused['rebuilt']}; no stored parts: {refused['parts']}"
+    return chosen("auto", costs, reason)
 
 
 class DualOutputs:
@@ -143,7 +157,12 @@ class DualOutputs:
         Raises:
             DamagedError: A file that is needed does not hold what was written.
         """
-        if not self._ledger.family.scalar:
+        stored = _stored(layer.manifest, question)
+        if stored is not None:
+            parts = self._by_stored_parts(layer, question, stored)
+            if also:
+                fold(layer, question.queries, question.selected, also, self._device, stop)
+        elif not self._ledger.family.scalar:
             parts = self._by_following(layer, question, stop)
             if also:
                 fold(layer, question.queries, question.selected, also, self._device, stop)
@@ -213,6 +232,21 @@ class DualOutputs:
         if trained.bias is not None and rows.bias is not None and initial.bias is not None:
             bias = trained.bias - rows.bias - initial.bias
         return Affine(trained.weight - rows.weight - initial.weight, bias)
+
+    def _by_stored_parts(
+        self, layer: Layer, question: PreparedOutput, stored: WholeGroups
+    ) -> Parts:
+        """By what the rows of each value of a column became."""
+        own, queries = layer.manifest, question.queries
+        if self._ledger.family.scalar:
+            first, coefficients = self._states.read(own.initial), self._trained_without_rows(own)
+            initial = initial_part(own, first, coefficients, queries)
+        else:
+            assert own.rebuilt is not None
+            initial = outputs_of(affine(self._states.read(own.rebuilt), own, INITIAL), queries)
+        rows = group_outputs(layer, self._states, stored, queries)
+        values = rows if question.grouping is not None else initial + rows.sum(axis=1)
+        return Parts(values, initial, self._trained(own, question), None)
 
     def _by_following(self, layer: Layer, question: PreparedOutput, stop: Stop | None) -> Parts:
         """By the parts of the layer's weights, each followed through training."""
@@ -308,6 +342,15 @@ class DualOutputs:
         return rows_part(
             layer, question.queries, coefficients, grouping, selected, self._device, stop, also
         )
+
+
+def _stored(layer: IndexLayer, question: PreparedOutput) -> WholeGroups | None:
+    """The stored parts, where they are what answers."""
+    own = question.parts
+    if isinstance(own, str) or question.strategy not in ("auto", "parts"):
+        return None
+    whole = question.strategy == "auto" and why_not_rebuilt(layer, question) is None
+    return None if whole else own
 
 
 def check_remainder(layer: Layer, residual: np.ndarray, whole: np.ndarray, most: float) -> None:

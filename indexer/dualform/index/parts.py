@@ -1,0 +1,210 @@
+"""Which parts of the trained weights an index keeps: W^p and b^p of every value of some columns.
+
+Groups are looked for before anything is written, so that what they take can be said, or refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from safetensors.numpy import save
+
+from dualform.index.row_spaces import Space
+from dualform.optimizers import Unknown
+from dualform.store.files import FileEntry, write_atomic
+from dualform.store.grouping import group
+from dualform.store.index_parts import StoredParts, parts_file
+from dualform.store.recording import LayerSpec, Recording
+
+MOST_GROUPS = 1000
+"""Of a column, values and None together."""
+
+MOST_MEMORY = 4 << 30
+"""Bytes that following all parts of all layers may take."""
+
+_MEMORY = 24
+"""Bytes in memory of a number of a part: itself, its momentum, and a step's product, float64."""
+
+_STORED = np.dtype("<f4")
+_CHUNK_ROWS = 1 << 20
+
+
+@dataclass(frozen=True)
+class ColumnGroups:
+    """The groups of one column in a row space.
+
+    Attributes:
+        column: Its name.
+        values: Its distinct values in all rows, ascending, null last.
+    """
+
+    column: str
+    values: pa.Array
+
+    def codes(self, rows: pa.Array) -> np.ndarray:
+        """The group of each of some rows, by their values of the column: int32 [rows]."""
+        both = pa.concat_arrays([self.values, rows])
+        return group(both).codes[len(self.values) :]
+
+
+@dataclass(frozen=True)
+class PartsPlan:
+    """What is kept.
+
+    Attributes:
+        spaces: Of each row space, its columns' groups; columns without a value there left out.
+        nbytes: What the files take.
+    """
+
+    spaces: tuple[tuple[ColumnGroups, ...], ...]
+    nbytes: int
+
+    def codes(self, space: int, table: pa.Table) -> np.ndarray:
+        """The parts of rows: int32 [columns, rows], numbered on from column to column."""
+        found = np.empty((len(self.spaces[space]), len(table)), np.int32)
+        first = 0
+        for row, own in zip(found, self.spaces[space], strict=True):
+            row[:] = own.codes(table[own.column].combine_chunks()) + first
+            first += len(own.values)
+        return found
+
+    def count(self, space: int) -> int:
+        """How many parts each layer of a row space has."""
+        return sum(len(own.values) for own in self.spaces[space])
+
+    def describe(self) -> str:
+        """One sentence: how many groups, and what they take."""
+        groups: dict[str, int] = {}
+        for space in self.spaces:
+            for own in space:
+                groups[own.column] = max(groups.get(own.column, 0), len(own.values))
+        columns = ", ".join(f"{name} ({count:,} groups)" for name, count in groups.items())
+        return f"parts of {columns}: {self.nbytes / 1e6:,.1f} MB"
+
+
+def plan_parts(
+    source: Recording, spaces: Sequence[Space], columns: Sequence[str], values: bool
+) -> PartsPlan:
+    """Find the groups of some columns.
+
+    Args:
+        source: The recording.
+        spaces: Its row spaces.
+        columns: Names of metadata columns; none: nothing is kept.
+        values: Whether the index gets values.
+
+    Raises:
+        ValueError: A column is not there, has no value or too many, the parts take too much
+            memory, or rows have none: without values, or by an optimizer of no known family.
+    """
+    columns = list(dict.fromkeys(columns))
+    if not columns:
+        return PartsPlan(((),) * len(spaces), 0)
+    if not values:
+        raise ValueError(
+            "parts of the weights are made of values, and there are none: record with values=True "
+            "and build with --values, or leave out --parts"
+        )
+    if source.ledger().family.name == Unknown.name:
+        raise ValueError(
+            f"{source.manifest.optimizer} is of no known family, so it is not known what rows made "
+            "of the weights; leave out --parts"
+        )
+    for column in columns:
+        if column not in source.schema.names:
+            raise ValueError(
+                f"--parts: there is no column {column!r}; the recording has "
+                f"{', '.join(source.schema.names)}"
+            )
+    found = tuple(
+        tuple(own for column in columns if (own := _groups(source, space, column)) is not None)
+        for space in spaces
+    )
+    for column in columns:
+        if not any(own.column == column for space in found for own in space):
+            raise ValueError(
+                f"--parts: no row has a value of column {column!r}; annotate it while recording, "
+                "or name another"
+            )
+    layers = source.manifest.layers
+    numbers = 0
+    for space, groups in zip(spaces, found, strict=True):
+        parts = sum(len(own.values) for own in groups)
+        for layer in (layers[name] for name in space.layers):
+            numbers += parts * (layer.d_out * layer.d_in + (layer.d_out if layer.bias else 0))
+    if numbers * _MEMORY > MOST_MEMORY:
+        raise ValueError(
+            f"--parts {','.join(columns)}: following so many parts of all layers takes "
+            f"{numbers * _MEMORY / 1e9:,.1f} GB of memory, more than the "
+            f"{MOST_MEMORY / 1e9:.1f} GB that a build allows itself; name fewer columns, or ones "
+            "with fewer values"
+        )
+    return PartsPlan(found, numbers * _STORED.itemsize)
+
+
+def _groups(source: Recording, space: Space, column: str) -> ColumnGroups | None:
+    """A column's groups in a row space; None where no row has a value."""
+    known: pa.Array | None = None
+    for rows in _chunks(source, space, column):
+        known = group(rows if known is None else pa.concat_arrays([known, rows])).values
+        if len(known) > MOST_GROUPS:
+            raise ValueError(
+                f"--parts: column {column!r} has more than {MOST_GROUPS:,} values, and every one "
+                "would take a whole weight of every layer; name a column with fewer (questions "
+                "group by any column without stored parts, by a scan)"
+            )
+    if known is None or known.null_count == len(known):
+        return None
+    return ColumnGroups(column, known)
+
+
+def _chunks(source: Recording, space: Space, column: str) -> Iterator[pa.Array]:
+    first = 0
+    while first < len(space.blocks):
+        end = int(np.searchsorted(space.starts, space.starts[first] + _CHUNK_ROWS))
+        end = max(first + 1, min(end, len(space.blocks)))
+        yield source.read_rows(space.blocks[first:end])[column].combine_chunks()
+        first = end
+
+
+def write_parts(
+    directory: Path,
+    layer: LayerSpec,
+    groups: Sequence[ColumnGroups],
+    parts: Sequence[Mapping[str, np.ndarray]],
+) -> tuple[StoredParts, ...]:
+    """Write a layer's parts, a file per column.
+
+    They are float32: half the bytes, and each number is off by 2^-24 of itself at most, which is a
+    sixteenth of what rule 4 of docs/exactness.md allows of the rows' absolute terms.
+
+    Args:
+        directory: The index's.
+        layer: Whose.
+        groups: Its space's columns.
+        parts: Weight and bias by parameter of each part, float64, as `PartsPlan.codes` numbers
+            them.
+
+    Returns:
+        What the manifest says of them; none where a number is not finite, which a scan has to tell.
+    """
+    stored: list[StoredParts] = []
+    first = 0
+    for own in groups:
+        ours = parts[first : first + len(own.values)]
+        first += len(own.values)
+        with np.errstate(over="ignore"):
+            tensors = {
+                name: np.stack([part[name].astype(_STORED) for part in ours]) for name in ours[0]
+            }
+        if not all(np.isfinite(tensor).all() for tensor in tensors.values()):
+            continue
+        name = parts_file(layer.name, own.column)
+        entry = write_atomic(directory / name, save(tensors))
+        file = FileEntry(name, entry.bytes, entry.xxh3)
+        stored.append(StoredParts(own.column, len(own.values), file))
+    return tuple(stored)

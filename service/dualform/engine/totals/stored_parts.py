@@ -1,0 +1,137 @@
+"""Outputs from the parts of the weights that an index keeps: what the rows of each value of a
+column became (`dualform index build --parts`), one small product per group.
+
+They answer for the groups of such a column, and for every selection of rows that is made of whole
+groups of one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from dualform.engine.memory.layer import Layer
+from dualform.engine.memory.states import States, product
+from dualform.store.errors import DamagedError
+from dualform.store.grouping import Grouping
+from dualform.store.index import REBUILD, IndexLayer, StoredParts
+
+TOLERANCE = 1e-6
+"""Of the sum of the parts' lengths, how far their sum may be off: they are kept in float32."""
+
+
+@dataclass(frozen=True)
+class WholeGroups:
+    """Selected rows as whole groups of a column whose parts are stored.
+
+    Attributes:
+        stored: The column's parts.
+        taken: bool [groups], those that the selected rows are.
+    """
+
+    stored: StoredParts
+    taken: np.ndarray
+
+
+def whole_groups(
+    layer: Layer, at_step: int | None, column: str | None, selected: np.ndarray
+) -> WholeGroups | str:
+    """The stored parts that selected rows are made of, or why they are made of none.
+
+    Args:
+        layer: Whose rows.
+        at_step: After so many steps; None for the trained layer.
+        column: What the output is grouped by; None for no groups.
+        selected: bool [total], by position.
+    """
+    if at_step is not None:
+        return "they are the trained layer's, not those at a step"
+    stored = layer.manifest.parts
+    if column is not None:
+        stored = tuple(own for own in stored if own.column == column)
+    if not stored:
+        by = "" if column is None else f" by {column!r}"
+        return f"the index has no parts of layer {layer.name!r}{by}: build it with --parts"
+    found = [
+        WholeGroups(own, counts > 0)
+        for own in stored
+        if _is_whole(
+            counts := layer.space.count(own.column, selected),
+            layer.space.grouping(own.column),
+        )
+    ]
+    if not found:
+        names = ", ".join(own.column for own in stored)
+        return f"the filter takes more or less than whole groups of {names}"
+    return min(found, key=lambda own: int(np.count_nonzero(own.taken)))
+
+
+def _is_whole(counts: np.ndarray, grouping: Grouping) -> bool:
+    return bool(((counts == 0) | (counts == grouping.counts)).all())
+
+
+def group_outputs(
+    layer: Layer, states: States, own: WholeGroups, queries: torch.Tensor
+) -> np.ndarray:
+    """What each group adds to outputs: float64 [n, groups, d_out], 0 where it is not taken.
+
+    Args:
+        layer: Whose.
+        states: The index's stored weights.
+        own: Which parts.
+        queries: float32 [n, d_in].
+
+    Raises:
+        DamagedError: The file does not hold such parts.
+    """
+    manifest, groups = layer.manifest, own.stored.groups
+    state = states.read(own.stored.file)
+    weight = state.get(manifest.weight)
+    bias = None if manifest.bias is None else state.get(manifest.bias)
+    shape = (len(own.taken), manifest.d_out, manifest.d_in)
+    if (
+        groups != len(own.taken)
+        or weight is None
+        or weight.shape != shape
+        or (manifest.bias is not None and (bias is None or bias.shape != shape[:2]))
+    ):
+        raise DamagedError(
+            states.path(own.stored.file),
+            f"it has not the parts of {len(own.taken)} values of {own.stored.column!r}",
+            REBUILD,
+        )
+    wide = queries.double()
+    if own.taken.all():
+        flat = product(wide, weight.reshape(-1, manifest.d_in)).reshape(len(wide), *shape[:2])
+        return np.asarray((flat if bias is None else flat + bias.double()).numpy())
+    out = np.zeros((len(wide), *shape[:2]))
+    for number in np.flatnonzero(own.taken):
+        part = product(wide, weight[number])
+        out[:, number] = (part if bias is None else part + bias[number].double()).numpy()
+    return out
+
+
+def parts_off(layer: IndexLayer, states: States) -> list[str]:
+    """Which columns' parts do not add up to what all rows add up to, and in which parameter.
+
+    With the initial part and the remainder the latter is the trained weight, and so are a column's
+    parts where they add up to it.
+    """
+    rebuilt = {} if layer.rebuilt is None else states.read(layer.rebuilt)
+    wrong = []
+    for stored in layer.parts:
+        parts = states.read(stored.file)
+        for name in [layer.weight] + ([] if layer.bias is None else [layer.bias]):
+            ours, whole = parts.get(name), rebuilt.get(name)
+            if ours is None or whole is None or ours.shape != (stored.groups, *whole.shape):
+                wrong.append(f"{stored.column!r}: {name} is not there, or has another shape")
+                continue
+            terms, total = 0.0, torch.zeros_like(whole)
+            for part in ours:
+                total += part
+                terms += float(torch.linalg.vector_norm(part.double()))
+            if not float(torch.linalg.vector_norm(total - whole)) <= TOLERANCE * terms:
+                wrong.append(f"{stored.column!r}: {name} is off")
+    return wrong
