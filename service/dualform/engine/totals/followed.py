@@ -155,11 +155,14 @@ class FollowedParts:
         stop: Stop | None,
     ) -> Followed:
         """The parts of some rows; arguments as for `follow` and `part_codes`."""
-        codes, parts = part_codes(selected, grouping)
-        key = (layer.name, start, end, parts, _digest(codes))
-        return self._once(
-            key, stop, lambda: follow(layer, self._ledger, state, start, end, codes, parts, stop)
-        )
+
+        def make() -> Followed:
+            codes, parts = part_codes(selected, grouping)
+            return follow(layer, self._ledger, state, start, end, codes, parts, stop)
+
+        groups = 1 if grouping is None else len(grouping.values)
+        key = (layer.name, start, end, groups, _digest(selected, grouping))
+        return self._once(key, stop, make)
 
     def _once(self, key: _Key, stop: Stop | None, make: Callable[[], Followed]) -> Followed:
         """What is kept under a key, what another thread is about to make, or what `make` gives."""
@@ -206,5 +209,10 @@ def _wait(theirs: Future[Followed | None], stop: Stop | None) -> Followed | None
     return theirs.result()
 
 
-def _digest(codes: np.ndarray) -> bytes:
-    return hashlib.blake2b(codes.tobytes(), digest_size=16).digest()
+def _digest(selected: np.ndarray, grouping: Grouping | None) -> bytes:
+    """The same for the same rows in the same groups; a mask alone is a bit a row."""
+    digest = hashlib.blake2b(np.packbits(selected).tobytes(), digest_size=16)
+    if grouping is not None:
+        digest.update(b"groups")
+        digest.update(grouping.codes.tobytes())
+    return digest.digest()
