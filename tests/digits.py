@@ -12,7 +12,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 from dualform.index import build_index
-from dualform.record import Recorder
+from dualform.record import Recorder, Sink
 
 STEPS, BATCH = 60, 32
 
@@ -44,7 +44,7 @@ def network() -> nn.Sequential:
 
 
 def record(
-    path: Path,
+    path: Path | Sink,
     *,
     momentum: float = 0.9,
     make: Callable[[nn.Sequential], torch.optim.Optimizer] | None = None,
@@ -52,7 +52,7 @@ def record(
     """Train for STEPS steps and record: columns label, example (row number) and task.
 
     Args:
-        path: Of the recording.
+        path: Of the recording, or another sink.
         momentum: Of SGD.
         make: Makes another optimizer instead.
 

@@ -186,7 +186,7 @@ def test_questions_that_cannot_be_asked(first: FirstRun, queries: dict[str, np.n
         training.mlp(replay)
 
 
-def test_adam_has_no_dual_output() -> None:
+def test_adam_has_no_contributions() -> None:
     model = digits.network()
     first = FirstRun()
     with pytest.raises(ReplayError, match="at least one step"):
@@ -196,4 +196,4 @@ def test_adam_has_no_dual_output() -> None:
         model(digits.load().images[:8]).square().sum().backward()
         optimizer.step()
     with pytest.raises(ReplayError, match="Adam"):
-        Replay(first).dual_output("0", np.zeros((1, 64), np.float32))
+        Replay(first).top_k("0", np.zeros((1, 64), np.float32), 1, rank_by="contribution", unit=0)

@@ -82,6 +82,10 @@ class ParameterRun:
         self.initial = self._trajectory.start(state)
         self.parts = [self._trajectory.empty() for _ in range(parts)]
 
+    def add_part(self) -> None:
+        """One more part, which had no rows so far."""
+        self.parts.append(self._trajectory.empty())
+
     def advance(
         self,
         step: int,
@@ -189,6 +193,12 @@ class LayerRun:
         self._weight.advance(step)
         if self._bias is not None:
             self._bias.advance(step)
+
+    def add_part(self) -> None:
+        """One more part, which had no rows so far; parts are numbered as they come."""
+        self._weight.add_part()
+        if self._bias is not None:
+            self._bias.add_part()
 
     def initial(self) -> Affine:
         """What the state at the start became."""

@@ -167,16 +167,21 @@ class DualOutput(Answer):
 
     Args:
         initial: float64 [n, d_out], what the state before the first step left behind.
-        rows: Adds up what the rows add.
+        rows: Adds up what the rows add; None where that is found in another way.
         groups: The groups that it keeps apart.
     """
 
-    def __init__(self, initial: np.ndarray, rows: WeightedValues, groups: Groups) -> None:
+    def __init__(self, initial: np.ndarray, rows: WeightedValues | None, groups: Groups) -> None:
         self._initial = initial
         self._rows = rows
         self._groups = groups
         self._count = GroupCount(groups)
-        super().__init__(rows, self._count)
+        super().__init__(*(() if rows is None else (rows,)), self._count)
+
+    def _of_rows(self) -> np.ndarray:
+        """What the rows add: float64 [n, groups, d_out], in the order of the groups' values."""
+        assert self._rows is not None
+        return self._rows.result()
 
     def result(self) -> np.ndarray:
         """The output, the initial part and what every row adds: float32 [n, d_out].
@@ -185,7 +190,7 @@ class DualOutput(Answer):
             ReplayError: The replay has not ended.
         """
         self._check_finished()
-        whole = self._initial + self._rows.result().sum(axis=1)
+        whole = self._initial + self._of_rows().sum(axis=1)
         return np.asarray(whole.astype(np.float32))
 
     def parts(self) -> OutputParts:
@@ -199,7 +204,7 @@ class DualOutput(Answer):
             raise ReplayError("the output was asked for as a whole; ask with group_by=")
         return OutputParts(
             self._groups.ordered()[0].to_pylist(),
-            self._rows.result().astype(np.float32),
+            self._of_rows().astype(np.float32),
             self._initial.astype(np.float32),
             self._count.result(),
         )

@@ -14,6 +14,7 @@ from dualform.engine.memory.tiles import Tile
 from dualform.engine.rows.table import Table
 from dualform.replay.answers import CPU, Answer
 from dualform.replay.errors import ReplayError
+from dualform.replay.followed import FollowedOutput
 from dualform.v1 import attribution_pb2 as pb
 
 
@@ -68,6 +69,8 @@ class Asked:
         weights = None
         for question in self.questions:
             chosen = tile.table.select(question.where, question.before_step)
+            if isinstance(question.answer, FollowedOutput):
+                question.answer.follow(tile, chosen)
             own, which = tile, None
             if not chosen.all():
                 which = np.flatnonzero(chosen)

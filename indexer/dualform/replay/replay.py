@@ -18,11 +18,13 @@ from dualform.engine.topk.ranking import Ranking
 from dualform.engine.topk.top_k import TopK as Reduced
 from dualform.engine.totals.coefficients import LayerCoefficients, initial_part, layer_coefficients
 from dualform.engine.totals.row_parts import WeightedValues
+from dualform.optimizers import LayerRun, layer_state
 from dualform.record import StepBatch
 from dualform.record.sink import State
 from dualform.replay.answers import CPU, Answer, DualOutput, Sums, TopK
 from dualform.replay.errors import DivergedError, ReplayError
 from dualform.replay.first_run import FirstRun, step_digests
+from dualform.replay.followed import FollowedOutput
 from dualform.replay.questions import Asked, Question, checked_queries, filter_of
 from dualform.replay.tiles import Tiles
 from dualform.store.ledger import InexactMark, LedgerRow
@@ -186,6 +188,18 @@ class Replay:
         own = self._queries(layer, queries)
         end = self._last_step(layer, at_step)
         spec, groups = self._first.manifest.layers[layer], Groups(group_by)
+        ledger, columns = self._first.ledger(), [] if group_by is None else [group_by]
+        if not ledger.family.scalar:
+            run = LayerRun(
+                ledger.family,
+                ledger.parameters[spec.weight],
+                None if spec.bias is None else ledger.parameters[spec.bias],
+                layer_state(self._first.initial, ledger.family, spec.weight, spec.bias),
+                0,
+                0,
+            )
+            followed = FollowedOutput(run, own, end, groups)
+            return self._add(layer, own, followed, filter_of(where), end, columns)
         coefficients = self._coefficients(layer, end)
         names = (spec.weight, spec.bias)
         state = {
@@ -195,7 +209,6 @@ class Replay:
         }
         initial = initial_part(spec, state, coefficients, own)
         rows = WeightedValues(len(own), spec.d_out, coefficients, groups, CPU)
-        columns = [] if group_by is None else [group_by]
         answer = DualOutput(initial, rows, groups)
         return self._add(layer, own, answer, filter_of(where), end, columns)
 
@@ -313,8 +326,9 @@ class Replay:
         ledger = self._first.ledger()
         if not ledger.family.scalar:
             raise ReplayError(
-                f"rows trained by {self._first.manifest.optimizer} have no coefficients that a "
-                "replay could carry through them; record and index the run, and ask the index"
+                f"rows trained by {self._first.manifest.optimizer} have no coefficients, and what "
+                "one added to a unit is known once all later steps are; record and index the run, "
+                "and ask the index, or ask for outputs (dual_output)"
             )
         return layer_coefficients(ledger, self._first.manifest.layers[layer], end)
 
