@@ -6,7 +6,7 @@ VENV := .venv
 DATA := $(or $(DUALFORM_DATA),../shared/data)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PACKAGES := optimizers record store index questions engine replay serve client plot cli
+PACKAGES := optimizers layers record store index questions engine replay serve client plot cli
 # Folders with Python of ours that is no package.
 LOOSE := examples experiments benchmarks scripts
 # Environments of their own, gone again when all is well.

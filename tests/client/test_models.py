@@ -169,6 +169,8 @@ def test_a_model_that_is_not_the_recorded_one_is_noticed(tagged: tuple[Tagger, C
         dual_form(other, client, layers="head"),
     ):
         other(x)
+    with pytest.warns(UserWarning, match="layer 'rnn'"), dual_form(other, client, layers="rnn"):
+        other(x)
     torch.manual_seed(0)
     start = Tagger(model.rnn.ih.bias is not None)
     with (

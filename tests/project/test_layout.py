@@ -15,16 +15,17 @@ FOLDERS = ["protos", "indexer", "service", "clients/python", "clients/plot", "cl
 # What each part may use: those below it, never those above or beside it.
 MAY_IMPORT = {
     "v1": set(),
+    "layers": set(),
     "optimizers": set(),
     "questions": {"v1"},
     "store": {"optimizers", "v1"},
     "index": {"optimizers", "store", "v1"},
-    "record": {"optimizers", "store", "v1"},
+    "record": {"layers", "optimizers", "store", "v1"},
     "engine": {"optimizers", "questions", "store", "v1"},
     # Filters as text are the client's.
     "replay": {"client", "engine", "record", "optimizers", "store", "v1"},
     "serve": {"engine", "questions", "record", "index", "store", "v1"},
-    "client": {"engine", "questions", "record", "index", "store", "v1"},
+    "client": {"engine", "layers", "questions", "record", "index", "store", "v1"},
     "plot": {"client", "v1"},
     "cli": {"serve", "client", "plot", "engine", "record", "index", "store", "v1"},
 }
@@ -35,7 +36,15 @@ COMMON = {"errors", "context", "threads"}
 MOST_FILES = 12
 MOST_LEVELS = 5
 # The remote client lives without torch and FAISS: it may import these inside functions only.
-LAZY_IN_CLIENT = {"dualform.engine", "dualform.store", "torch", "faiss", "pyarrow", "pandas"}
+LAZY_IN_CLIENT = {
+    "dualform.engine",
+    "dualform.layers",
+    "dualform.store",
+    "torch",
+    "faiss",
+    "pyarrow",
+    "pandas",
+}
 
 
 def modules() -> list[tuple[str, Path]]:

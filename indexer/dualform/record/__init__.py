@@ -3,6 +3,7 @@
 `Recorder` is all that most users need. Sinks decide where a recording goes.
 """
 
+from dualform.layers import LSTM, LayerKind
 from dualform.record.disk import DiskSink
 from dualform.record.errors import (
     AnnotationError,
@@ -15,7 +16,6 @@ from dualform.record.errors import (
     RecordingFailedError,
     ResumeError,
 )
-from dualform.record.layers import LSTM, LayerKind
 from dualform.record.recorder import Recorder
 from dualform.record.sink import CapturedPass, Sink, StepBatch
 

@@ -19,11 +19,11 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
+from dualform.layers import ProductKind
 from dualform.record.annotations import Annotations, Column
 from dualform.record.buffers import Buffer, Pool
 from dualform.record.compiled import outside_graphs
 from dualform.record.errors import CaptureError
-from dualform.record.layers import LayerKind
 from dualform.record.place import LayerPlace
 from dualform.record.watch import GradientWatch
 from dualform.store.recording_format import LayerSpec
@@ -37,7 +37,7 @@ class Pass:
     Attributes:
         number: Order of the forward calls.
         annotation: What was annotated when it ran.
-        leading: Shape of the input without its last axis.
+        leading: Shape of the keys without their last axis.
         rows: How many rows.
         key: float32 [rows, d_in]; None once the step has taken it.
         value: float32 [rows, d_out], raw (-dL/dy); None until it is committed.
@@ -58,6 +58,12 @@ class Pass:
         self.rows = len(key.array)
         self.key: Buffer | None = key
         self.value: Buffer | None = None
+
+    @property
+    def keys(self) -> np.ndarray:
+        """float32 [rows, d_in], while the step has not taken them."""
+        assert self.key is not None
+        return self.key.array
 
 
 _Value = tuple[Pass, Buffer]
@@ -112,7 +118,7 @@ class LayerCapture:
     def __init__(
         self,
         spec: LayerSpec,
-        kind: LayerKind,
+        kind: ProductKind,
         module: nn.Module,
         place: LayerPlace,
         tape: Tape,
@@ -215,11 +221,11 @@ class LayerCapture:
         trained = weight.requires_grad
         if not trained and (bias is None or not bias.requires_grad):
             return
-        given = self._kind.input(args, kwargs)
+        given = self._kind.keys(self.module, args, kwargs)
         if given is None:
             raise CaptureError(
                 f"layer {self.spec.name!r} ({type(self.module).__name__}) was called without a "
-                "tensor as its first argument or as `input`, so its key is unknown; leave it out "
+                "tensor as its first argument or by name, so its key is unknown; leave it out "
                 "with Recorder(..., layers=[...])"
             )
         rows = given.numel() // self.spec.d_in
@@ -282,7 +288,7 @@ class LayerCapture:
         with self._lock:
             self._look_at_gradient(frozen)
         value = self._tape.pool.take(item.rows, self.spec.d_out)
-        value.copy_negated(gradient)
+        value.copy_negated(self._kind.values(self.module, gradient))
         self._tape.defer(self, (item, value))
 
     def _look_at_gradient(self, frozen: bool) -> None:

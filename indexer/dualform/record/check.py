@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -114,17 +114,25 @@ class GradientCheck:
         d_in: Length of a key.
         d_out: Length of a value.
         random: A generator of the recorder's own, so that training's random state stays as it is.
+        weight_2d: A weight, its gradient or its buffer as [d_out, d_in].
 
     Attributes:
         u: float32 [d_out], standard normal, on the host.
         v: float32 [d_in], standard normal, on the host.
     """
 
-    def __init__(self, d_in: int, d_out: int, random: np.random.Generator) -> None:
+    def __init__(
+        self,
+        d_in: int,
+        d_out: int,
+        random: np.random.Generator,
+        weight_2d: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
         self.u = random.standard_normal(d_out, np.float32)
         self.v = random.standard_normal(d_in, np.float32)
         self._u64 = self.u.astype(np.float64)
         self._random = random
+        self._weight_2d = weight_2d
         parts = PARTS if d_in * d_out >= _LARGE and d_out >= PARTS else 1
         bounds = [d_out * part // parts for part in range(parts + 1)]
         self._parts = [slice(*pair) for pair in itertools.pairwise(bounds)]
@@ -137,8 +145,8 @@ class GradientCheck:
         return Sides(passes, self.u, self.v, self._parts[self._order.pop()])
 
     def probe(self, tensor: torch.Tensor) -> tuple[float, float]:
-        """u'Tv for a matrix, u.t for a vector; and the tensor's norm, for a matrix an estimate."""
-        host = _host(tensor)
+        """u'Tv for a weight, u.t for a bias; and the tensor's norm, for a weight an estimate."""
+        host = _host(tensor if tensor.dim() == 1 else self._weight_2d(tensor))
         if host.ndim == 2:
             reduced = np.empty(len(host))
             row_dots(host, self.v, reduced)
@@ -159,15 +167,16 @@ class GradientCheck:
         return max(1.0, norm / estimate) if math.isfinite(norm) and estimate else 1.0
 
     def weight(self, grad: torch.Tensor, watch: GradientWatch, sides: Sides) -> Verdict:
-        """Test the weight's gradient, float32 [d_out, d_in], at the step.
+        """Test the weight's gradient, float32, at the step.
 
         Args:
-            grad: As the optimizer finds it.
+            grad: As the optimizer finds it, the weight's shape.
             watch: What backward left of it.
             sides: What the rows say.
         """
         total, size = sides.of_part, sides.part_size
-        host = _host(grad, sides.part)
+        matrix = self._weight_2d(grad)
+        host = _host(matrix, sides.part)
         reduced = np.empty(len(host))
         row_dots(host, self.v, reduced)
         probe = dot(reduced, self._u64[sides.part])
@@ -188,13 +197,13 @@ class GradientCheck:
         if math.isinf(factor):
             return Verdict(True, fault="not finite")
         if math.isnan(factor):  # the sample was zero: take the factor from all rows
-            factor = _regression(grad, _weight_rows(sides.passes, grad.shape))
+            factor = _regression(matrix, _weight_rows(sides.passes, matrix.shape))
         if not scale.uniform:
             fault = "clipped" if scale.plateau else "edited"
             return Verdict(True, False, factor, factor * sides.weight, fault)
         if abs(probe - factor * total) > SCREEN * abs(factor) * size:
-            rows, norms = _weight_rows(sides.passes, grad.shape), _weight_norms(sides.passes)
-            if not _relative(grad, factor * rows, abs(factor) * norms) <= TOLERANCE:
+            rows, norms = _weight_rows(sides.passes, matrix.shape), _weight_norms(sides.passes)
+            if not _relative(matrix, factor * rows, abs(factor) * norms) <= TOLERANCE:
                 return Verdict(True, False, factor, factor * sides.weight, "mismatch")
         return Verdict(True, False, factor, factor * sides.weight)
 

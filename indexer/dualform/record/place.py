@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from dualform.record.layers import LayerKind
+from dualform.layers import ProductKind
 from dualform.store.recording_format import LayerSpec
 
 
@@ -23,7 +23,7 @@ class LayerPlace:
         module: The layer as recording begins.
     """
 
-    def __init__(self, root: nn.Module, spec: LayerSpec, kind: LayerKind, module: nn.Module):
+    def __init__(self, root: nn.Module, spec: LayerSpec, kind: ProductKind, module: nn.Module):
         self._root = root
         self._path = spec.name.split(".") if spec.name else []
         self._kind = kind

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
+from dualform.layers import ProductKind
 from dualform.record.capture import LayerCapture, Pass, Tape
 from dualform.record.check import GradientCheck, Sides, Verdict
 from dualform.record.elements import ElementProbe, SampledElements
@@ -55,17 +56,20 @@ class RecordedLayer:
         sampled: SampledElements,
     ) -> None:
         spec = self.spec = selected.spec
-        weight, bias = selected.kind.weight(selected.module), selected.kind.bias(selected.module)
+        kind = selected.kind
+        assert isinstance(kind, ProductKind)
+        weight, bias = kind.weight(selected.module), kind.bias(selected.module)
+        self._weight_2d = kind.weight_2d
         self.parameters: dict[str, torch.Tensor] = {spec.weight: weight}
         if spec.bias is not None and bias is not None:
             self.parameters[spec.bias] = bias
         self._watch = GradientWatch(weight.shape)
-        self._check = GradientCheck(spec.d_in, spec.d_out, random)
+        self._check = GradientCheck(spec.d_in, spec.d_out, random, kind.weight_2d)
         self.capture = LayerCapture(
             spec,
-            selected.kind,
+            kind,
             selected.module,
-            LayerPlace(selected.root, spec, selected.kind, selected.module),
+            LayerPlace(selected.root, spec, kind, selected.module),
             tape,
             self._watch,
             self._held_now,
@@ -83,7 +87,8 @@ class RecordedLayer:
         self._gradients: dict[str, np.ndarray | torch.Tensor] = {}
         self._kernel = 1.0
         self._single = weight.dtype == torch.float32
-        self._exact = self._single and optimizer.exact
+        self._own_axes = kind.weight_2d(weight) is weight or optimizer.family.elementwise
+        self._exact = self._single and optimizer.exact and self._own_axes
         self._follow_weights = self._single and optimizer.why_not is None
         self._follow_rows = self._single
 
@@ -101,11 +106,22 @@ class RecordedLayer:
         self.capture.detach()
 
     def states(self) -> dict[str, ParameterState]:
-        """Weight and bias by name, with the optimizer's buffers."""
-        return {
-            name: (_as(parameter, *self._kept_as[name]), self._optimizer.buffers(parameter))
-            for name, parameter in self.parameters.items()
-        }
+        """Weight [d_out, d_in] and bias by name, with the optimizer's buffers."""
+        found: dict[str, ParameterState] = {}
+        for name, parameter in self.parameters.items():
+            own = _as(parameter, *self._kept_as[name])
+            buffers = self._optimizer.buffers(parameter)
+            if name == self.spec.weight:
+                shape = own.shape
+                own, buffers = (
+                    self._weight_2d(own),
+                    {
+                        buffer: self._weight_2d(tensor) if tensor.shape == shape else tensor
+                        for buffer, tensor in buffers.items()
+                    },
+                )
+            found[name] = own, buffers
+        return found
 
     def counts(self) -> dict[str, int]:
         """How many steps the optimizer says that weight and bias took, where it counts them."""
@@ -291,6 +307,12 @@ class RecordedLayer:
         if not self._optimizer.exact:
             why = self._optimizer.why_not or "its outputs are not answered yet"
             return InexactMark(0, f"optimizer {self._optimizer.name}: {why}; weights stay exact")
+        if not self._own_axes:
+            return InexactMark(
+                0,
+                f"{self._optimizer.name} steps by the axes of a weight, and this layer's are not "
+                "those of its matrix; weights stay exact",
+            )
         return None
 
     def _reason(self, fault: str) -> str:

@@ -22,9 +22,9 @@ from dualform.record.disk import DiskSink
 from dualform.record.elements import SampledElements
 from dualform.record.errors import RecorderClosedError, RecordError, ResumeError
 from dualform.record.examples import ExampleIntake
+from dualform.record.joined import JoinedLayer
 from dualform.record.optimizer import OptimizerView
 from dualform.record.recorded import RecordedLayer
-from dualform.record.recorded_lstm import RecordedLSTM
 from dualform.record.resume import resume
 from dualform.record.selection import select_layers
 from dualform.record.sink import CapturedPass, Sink, StepBatch
@@ -37,7 +37,7 @@ from dualform.store.row_metadata import Block
 _LOGGER = logging.getLogger("dualform.record")
 _POOL_BYTES = 256 << 20
 
-_Layer = RecordedLayer | RecordedLSTM
+_Layer = RecordedLayer | JoinedLayer
 
 STATE_RATIO = 64
 """A state is kept whenever so many times its bytes were recorded since the last: at most 1.6 % more
@@ -104,7 +104,7 @@ class Recorder:
         random = np.random.default_rng()
         sampled = SampledElements(self._optimizer.family, random)
         self._layers: list[_Layer] = [
-            (RecordedLSTM if item.parts else RecordedLayer)(
+            (JoinedLayer if item.parts else RecordedLayer)(
                 item, self._optimizer, self._tape, random, sampled
             )
             for item in selection.layers

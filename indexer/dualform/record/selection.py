@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 
+from dualform.layers import LayerKind, ProductKind, layers_of, why_not
+from dualform.layers.base import part_name
 from dualform.record.coverage import Coverage, cover
 from dualform.record.errors import LayerSelectionError
-from dualform.record.layers import LSTM, LayerKind
 from dualform.store.recording_format import LayerSpec
 
 
@@ -23,7 +23,7 @@ class SelectedLayer:
 
     Attributes:
         root: The model in which the spec's name leads to the module.
-        parts: Of an LSTM: its products with x and with h; the kind is theirs.
+        parts: Of a joined kind: its products, each a layer of its own kind.
     """
 
     spec: LayerSpec
@@ -56,15 +56,12 @@ def select_layers(
         LayerSelectionError: A pattern matches nothing, or something that cannot be recorded.
     """
     model = getattr(model, "_orig_mod", model)  # compiled: the layers keep the names they had
-    kinds = {name: kind for name, m in model.named_modules() if (kind := LayerKind.of(m))}
     modules = dict(model.named_modules())
-    owners = _owners(model)
+    kinds, owners = layers_of(model), _owners(model)
     refusals = {
         name: _refusal(name, kind, modules[name], owners, held) for name, kind in kinds.items()
     }
-    lstms = {name: m for name, m in modules.items() if isinstance(m, LSTM)}
-    refusals = _with_lstms(lstms, refusals)
-    unsupported = {name: why for name, m in modules.items() if (why := _why_not(m))}
+    unsupported = {name: why for name, m in modules.items() if (why := why_not(m))}
     if patterns is None:
         chosen = [name for name, refusal in refusals.items() if refusal is None]
         if not chosen:
@@ -74,17 +71,10 @@ def select_layers(
     else:
         chosen = _match(patterns, modules, refusals, unsupported)
 
-    def linear(name: str) -> SelectedLayer:
-        spec = _spec(name, kinds[name], modules[name])
-        return SelectedLayer(spec, kinds[name], modules[name], model)
-
-    layers = [
-        _lstm(name, lstms[name], *map(linear, _part_names(name))) if name in lstms else linear(name)
-        for name in chosen
-    ]
+    layers = [_selected(name, kinds[name], modules[name], model) for name in chosen]
     parts = [part.module for layer in layers for part in layer.parts or (layer,)]
-    why_not = {name: why for name, why in {**refusals, **unsupported}.items() if why is not None}
-    return Selection(layers, cover(model, parts, why_not, patterns is not None, len(layers)))
+    reasons = {name: why for name, why in {**refusals, **unsupported}.items() if why is not None}
+    return Selection(layers, cover(model, parts, reasons, patterns is not None, len(layers)))
 
 
 def _match(
@@ -129,6 +119,14 @@ def _refusal(
     held: Callable[[torch.Tensor], bool],
 ) -> str | None:
     """Why a layer is not recorded by default; None if it is."""
+    for part, (part_kind, submodule) in _parts(kind, module).items():
+        if part_kind is None:
+            return f"its part {part} is a {type(submodule).__name__}, of no kind that is recorded"
+        refusal = _refusal(part_name(name, part), part_kind, submodule, owners, held)
+        if refusal is not None:
+            return f"of its part {part}, {refusal}"
+    if not isinstance(kind, ProductKind):
+        return kind.refusal(module)
     if parametrize.is_parametrized(module) or not isinstance(kind.weight(module), nn.Parameter):
         return (
             "its weight is computed from other parameters (parametrised), "
@@ -147,69 +145,13 @@ def _refusal(
             f"tied: its weight is also {', '.join(others[:3])}; name it in layers=[...] to record "
             "it all the same"
         )
-    if isinstance(module, NonDynamicallyQuantizableLinear):
-        return (
-            "nn.MultiheadAttention multiplies by its weight without calling it, "
-            "so there are no rows to see; write attention with nn.Linear of your own"
-        )
-    return None
+    return kind.refusal(module)
 
 
-def _part_names(name: str) -> tuple[str, str]:
-    """Of an LSTM's products with x and with h."""
-    prefix = f"{name}." if name else ""
-    return f"{prefix}ih", f"{prefix}hh"
-
-
-def _with_lstms(
-    lstms: Mapping[str, nn.Module], refusals: dict[str, str | None]
-) -> dict[str, str | None]:
-    """Each LSTM in the place of its two products, which are recorded as one layer."""
-    whole: dict[str, str | None] = {}
-    parts = {part: name for name in lstms for part in _part_names(name)}
-    for name, refusal in refusals.items():
-        if name not in parts:
-            whole[name] = refusal
-            continue
-        lstm = parts[name]
-        before = whole.get(lstm)
-        why = None if refusal is None else f"of its part {name.rpartition('.')[2]}, {refusal}"
-        whole[lstm] = before or why
-    return whole
-
-
-def _why_not(module: nn.Module) -> str | None:
-    """Why a module that has weights of its own is no layer for the recorder."""
-    if isinstance(module, nn.LSTM):
-        return (
-            "nn.LSTM runs a fused kernel that no hook sees into; put "
-            "dualform.record.LSTM.from_torch(lstm) in its place, which gives the same output"
-        )
-    if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
-        return (
-            f"{type(module).__name__} runs a fused kernel that no hook sees into; "
-            "dualform.record.LSTM is recorded"
-        )
-    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-        return (
-            "an embedding looks its row up by a token's number: its key would be one-hot, and its "
-            "attention weight whether two tokens are the same; nothing is missed"
-        )
-    return None
-
-
-def _lstm(name: str, module: LSTM, ih: SelectedLayer, hh: SelectedLayer) -> SelectedLayer:
-    prefix = f"{name}." if name else ""
-    spec = LayerSpec(
-        name=name,
-        kind="lstm",
-        d_in=hh.spec.d_in + ih.spec.d_in,
-        d_out=ih.spec.d_out,
-        weight=f"{prefix}weight",
-        bias=None if ih.spec.bias is None else f"{prefix}bias",
-        dtype=ih.spec.dtype,
-    )
-    return SelectedLayer(spec, ih.kind, module, ih.root, (ih, hh))
+def _parts(kind: LayerKind, module: nn.Module) -> dict[str, tuple[LayerKind | None, nn.Module]]:
+    """The products that a layer of a joined kind consists of, by their names in it."""
+    parts = {name: module.get_submodule(name) for name in kind.parts}
+    return {name: (LayerKind.of(part), part) for name, part in parts.items()}
 
 
 def _owners(model: nn.Module) -> dict[int, list[str]]:
@@ -225,20 +167,25 @@ def _nothing(problem: str, modules: dict[str, nn.Module], refusals: dict[str, st
     lines = [f"{problem}. Layers that can be recorded: {available or 'none'}."]
     lines += [f"Not {name!r}: {why}." for name, why in list(refusals.items())[:5] if why]
     if not refusals:
-        kinds = sorted({kind.module_type.__name__ for kind in LayerKind.registry})
+        kinds = [kind.example for kind in LayerKind.registry]
         lines.append(f"The model has no {' or '.join(kinds)} among its {len(modules)} modules.")
     return " ".join(lines)
 
 
-def _spec(name: str, kind: LayerKind, module: nn.Module) -> LayerSpec:
+def _selected(name: str, kind: LayerKind, module: nn.Module, root: nn.Module) -> SelectedLayer:
     d_in, d_out = kind.shape(module)
-    prefix = f"{name}." if name else ""
-    return LayerSpec(
+    parts = tuple(
+        _selected(part_name(name, part), own, submodule, root)
+        for part, (own, submodule) in _parts(kind, module).items()
+        if own is not None
+    )
+    spec = LayerSpec(
         name=name,
         kind=kind.kind,
         d_in=d_in,
         d_out=d_out,
-        weight=f"{prefix}weight",
-        bias=None if kind.bias(module) is None else f"{prefix}bias",
-        dtype=str(kind.weight(module).dtype).removeprefix("torch."),
+        weight=part_name(name, "weight"),
+        bias=None if kind.bias(module) is None else part_name(name, "bias"),
+        dtype=str(kind.matrix(module).dtype).removeprefix("torch."),
     )
+    return SelectedLayer(spec, kind, module, root, parts)

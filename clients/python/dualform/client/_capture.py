@@ -17,6 +17,8 @@ from dualform.client.errors import FailedPreconditionError, InvalidArgumentError
 if TYPE_CHECKING:
     import torch
 
+    from dualform.layers import LayerKind
+
 Queries = dict[str, npt.NDArray[np.float32]]
 
 
@@ -35,8 +37,8 @@ def capture_queries(
     Args:
         model: Any module; of a compiled one the original runs.
         *inputs: What its forward takes, on the model's device.
-        layers: Names or glob patterns as in `model.named_modules()`; None takes every `nn.Linear`
-            and `dualform.record.LSTM` that runs; an LSTM's keys are [h; x].
+        layers: Names or glob patterns as in `model.named_modules()`; None takes every layer that
+            can be recorded and runs; an LSTM's keys are [h; x].
         kwargs: Keyword arguments of the forward.
 
     Returns:
@@ -65,10 +67,10 @@ def capture_queries(
     seen: dict[str, list[torch.Tensor]] = {name: [] for name in selected}
     handles = []
     try:
-        for name, layer in selected.items():
-            handles.append(
-                layer.register_forward_hook(_recorder(name, seen[name]), with_kwargs=True)
-            )
+        for name, kind in selected.items():
+            layer = model.get_submodule(name)
+            hook = _recorder(name, kind, seen[name])
+            handles.append(layer.register_forward_hook(hook, with_kwargs=True))
         with _undisturbed(model), torch.no_grad():
             model(*inputs, **dict(kwargs or {}))
     finally:
@@ -117,43 +119,32 @@ def _has_linear(scripted: Any) -> bool:
     return bool(kinds & {"Linear", "LSTM"})
 
 
-def _selected(
-    model: torch.nn.Module, layers: str | Sequence[str] | None
-) -> dict[str, torch.nn.Module]:
-    import torch
+def _selected(model: torch.nn.Module, layers: str | Sequence[str] | None) -> dict[str, LayerKind]:
+    from dualform.layers import layers_of
 
-    linear: dict[str, torch.nn.Module] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear) or hasattr(module, "gate_keys"):
-            linear[name] = module
-    for name in [name for name, module in linear.items() if hasattr(module, "gate_keys")]:
-        for part in ("ih", "hh"):
-            del linear[f"{name}.{part}" if name else part]
+    found = layers_of(model)
     if layers is None:
-        return linear
+        return found
     patterns = patterns_of(layers)
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in linear):
+        if not any(fnmatchcase(name, pattern) for name in found):
             raise InvalidArgumentError(
                 f"layers: {pattern!r} matches no linear layer; there are: "
-                f"{', '.join(map(repr, linear)) or 'none'}",
+                f"{', '.join(map(repr, found)) or 'none'}",
                 field="layers",
             )
     return {
-        name: layer
-        for name, layer in linear.items()
+        name: kind
+        for name, kind in found.items()
         if any(fnmatchcase(name, pattern) for pattern in patterns)
     }
 
 
-def _recorder(name: str, keys: list[torch.Tensor]) -> Any:
+def _recorder(name: str, kind: LayerKind, keys: list[torch.Tensor]) -> Any:
     import torch
 
     def hook(layer: Any, args: Any, kwargs: Any, output: Any) -> None:
-        if hasattr(layer, "gate_keys"):
-            key = layer.joined_keys(*args, **kwargs, output=output[0])
-        else:
-            key = args[0] if args else kwargs["input"]
+        key = kind.queries(layer, args, kwargs, output)
         if key.dtype == torch.float64:
             raise FailedPreconditionError(
                 f"layer {name!r} sees float64; keys and queries are float32: run the model with "

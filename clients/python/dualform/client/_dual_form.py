@@ -20,7 +20,8 @@ from dualform.v1.attribution_pb2 import Filter
 if TYPE_CHECKING:
     import torch
 
-    Forward = Callable[..., Any]
+    from dualform.layers import LayerKind
+    from dualform.layers.base import Forward, Product
 
 # Relative; outputs equal the trained layer's to 1e-4 (docs/exactness.md), bfloat16 copies to 1e-2.
 SAME_WEIGHTS = 0.02
@@ -85,13 +86,14 @@ def dual_form(
         )
     _check_model(model)
     info = client.index(index, timeout=timeout)
-    chosen = _chosen(model, info, layers)
+    kinds = _chosen(model, info, layers)
+    chosen = {name: model.get_submodule(name) for name in kinds}
     end = _end(info, at_step)
     for own in chosen:
         _check_exact(info.layers[own], None if at_step is None else end)
     if where is not None:
         _check_where(client, info, chosen, where, index, timeout)
-    _warn_of_another_model(model, client, info, chosen, at_step, index, timeout)
+    _warn_of_another_model(model, client, info, kinds, at_step, index, timeout)
 
     def answer(name: str, queries: torch.Tensor) -> Any:
         found = client.dual_output(
@@ -117,11 +119,8 @@ def dual_form(
         for name, layer in chosen.items():
             # The hook also keeps fused fast paths, which bypass `forward`, from being taken.
             restore.callback(layer.register_forward_pre_hook(counter(name)).remove)
-            shape = info.layers[name]
-            plain = _forward(shape, answer)
-            forward = outside_compiled_code(
-                _lstm_forward(plain, shape.d_out // 4) if shape.kind == "lstm" else plain
-            )
+            forward = kinds[name].dual_forward(layer, _product(info.layers[name], answer))
+            forward = outside_compiled_code(_saying_what_fits(forward))
             restore.enter_context(_replaced(layer, forward))
         yield
     silent = [name for name, count in calls.items() if not count]
@@ -134,13 +133,13 @@ def dual_form(
         )
 
 
-def _forward(info: LayerInfo, answer: Callable[[str, torch.Tensor], Any]) -> Forward:
-    """The forward of a layer in dual form."""
+def _product(info: LayerInfo, answer: Callable[[str, torch.Tensor], Any]) -> Product:
+    """A layer's product with queries [..., d_in], in dual form."""
     import torch
 
     exact = (torch.float32, torch.float16, torch.bfloat16)
 
-    def forward(input: torch.Tensor) -> torch.Tensor:
+    def product(input: torch.Tensor) -> torch.Tensor:
         if input.dtype not in exact:
             raise InvalidArgumentError(
                 f"layer {info.name!r} sees {str(input.dtype).removeprefix('torch.')}; keys and "
@@ -158,36 +157,20 @@ def _forward(info: LayerInfo, answer: Callable[[str, torch.Tensor], Any]) -> For
         queries = input.detach().reshape(-1, info.d_in).float()
         return torch.from_numpy(answer(info.name, queries)).to(input.device).reshape(shape)
 
-    return forward
+    return product
 
 
-def _lstm_forward(gates: Forward, hidden: int) -> Forward:
-    """The forward of `dualform.record.LSTM` [batch, time, input_size], one question per time step.
+def _saying_what_fits(forward: Forward) -> Forward:
+    """The forward, with the error of a wrong shape as the client's."""
+    from dualform.layers import ShapeError
 
-    Args:
-        gates: Pre-activations of i, f, g, o, [batch, 4 hidden], of [h_{t-1}; x_t].
-        hidden: Length of h.
-    """
-    import torch
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return forward(*args, **kwargs)
+        except ShapeError as wrong:
+            raise InvalidArgumentError(str(wrong), field="model") from None
 
-    def forward(x: torch.Tensor, state: Any = None) -> Any:
-        if x.ndim != 3 or not x.shape[1]:
-            raise InvalidArgumentError(
-                f"an LSTM sees shape {list(x.shape)}; it takes [batch, time, input_size] with at "
-                "least one time step",
-                field="model",
-            )
-        x = x.detach()
-        h, c = (x.new_zeros(len(x), hidden),) * 2 if state is None else state
-        steps = []
-        for at in x.unbind(1):
-            i, f, g, o = gates(torch.cat([h, at], 1)).chunk(4, 1)
-            c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
-            h = torch.sigmoid(o) * torch.tanh(c)
-            steps.append(h)
-        return torch.stack(steps, 1), (h, c)
-
-    return forward
+    return checked
 
 
 @contextmanager
@@ -224,8 +207,8 @@ def _check_model(model: object) -> None:
 
 def _chosen(
     model: torch.nn.Module, info: IndexInfo, layers: str | Sequence[str] | None
-) -> dict[str, torch.nn.Module]:
-    """The model's layers to replace, once each is the index's in name, kind and shape."""
+) -> dict[str, LayerKind]:
+    """The kinds of the layers to replace, once each is the index's in name, kind and shape."""
     modules = dict(model.named_modules())
     if layers is None:
         names = [name for name in info.layers if name in modules]
@@ -242,7 +225,7 @@ def _chosen(
                 "layers=[] names none; None takes all that the model has", field="layers"
             )
         names = _matching(info, patterns)
-    return {name: _checked(modules.get(name), info.layers[name], modules) for name in names}
+    return {name: _checked(modules.get(name), info.layers[name], model) for name in names}
 
 
 def _matching(info: IndexInfo, patterns: Sequence[str]) -> list[str]:
@@ -256,34 +239,23 @@ def _matching(info: IndexInfo, patterns: Sequence[str]) -> list[str]:
     return [name for name in info.layers if any(fnmatchcase(name, each) for each in patterns)]
 
 
-def _checked(
-    module: torch.nn.Module | None, info: LayerInfo, modules: Mapping[str, torch.nn.Module]
-) -> torch.nn.Module:
-    import torch
+def _checked(module: torch.nn.Module | None, info: LayerInfo, model: torch.nn.Module) -> LayerKind:
+    from dualform.layers import LayerKind, layers_of
 
-    linear = [name for name, each in modules.items() if isinstance(each, torch.nn.Linear)]
     if module is None:
         raise InvalidArgumentError(
-            f"the model has no layer {info.name!r}; its linear layers are: {_listed(linear)}",
+            f"the model has no layer {info.name!r}; its linear layers are: "
+            f"{_listed(layers_of(model))}",
             field="layers",
         )
-    if info.kind == "lstm" and hasattr(module, "gate_keys"):
-        cell: Any = module
-        d_in, d_out = cell.hidden_size + cell.input_size, 4 * cell.hidden_size
-        return _same_shape(module, (d_in, d_out, cell.ih.bias is not None), info)
-    if info.kind != "linear" or not isinstance(module, torch.nn.Linear):
+    kind = LayerKind.of(module)
+    if kind is None or kind.kind != info.kind:
         raise InvalidArgumentError(
             f"layer {info.name!r} is {info.kind} in the index and {type(module).__name__} in the "
-            f"model; its linear layers are: {_listed(linear)}",
+            f"model; its linear layers are: {_listed(layers_of(model))}",
             field="layers",
         )
-    of_model = (module.in_features, module.out_features, module.bias is not None)
-    return _same_shape(module, of_model, info)
-
-
-def _same_shape(
-    module: torch.nn.Module, of_model: tuple[int, int, bool], info: LayerInfo
-) -> torch.nn.Module:
+    of_model = (*kind.shape(module), kind.bias(module) is not None)
     of_index = (info.d_in, info.d_out, info.bias)
     if of_model != of_index:
         raise InvalidArgumentError(
@@ -291,7 +263,7 @@ def _same_shape(
             "the model: is it the one that was recorded?",
             field="layers",
         )
-    return module
+    return kind
 
 
 def _end(info: IndexInfo, at_step: int | None) -> int:
@@ -342,7 +314,7 @@ def _warn_of_another_model(
     model: torch.nn.Module,
     client: Client,
     info: IndexInfo,
-    chosen: Mapping[str, torch.nn.Module],
+    kinds: Mapping[str, LayerKind],
     at_step: int | None,
     index: str | None,
     timeout: float | None,
@@ -353,18 +325,18 @@ def _warn_of_another_model(
     """
     import torch
 
-    inside = {id(own) for layer in chosen.values() for own in layer.parameters()}
+    inside = {id(own) for name in kinds for own in model.get_submodule(name).parameters()}
     if all(id(own) in inside for own in model.parameters()):
         return
-    for name, layer in chosen.items():
-        if not isinstance(layer, torch.nn.Linear):
-            continue
-        probe = np.random.default_rng(0).standard_normal((1, layer.in_features))
+    for name, kind in kinds.items():
+        layer = model.get_submodule(name)
+        weight, bias = kind.matrix(layer).detach(), kind.bias(layer)
+        probe = np.random.default_rng(0).standard_normal((1, weight.shape[1]))
         probe = probe.astype(np.float32)
         own = torch.nn.functional.linear(
             torch.from_numpy(probe).double(),
-            layer.weight.detach().cpu().double(),
-            None if layer.bias is None else layer.bias.detach().cpu().double(),
+            weight.cpu().double(),
+            None if bias is None else bias.detach().cpu().double(),
         ).numpy()
         # Either the checkpoint of that step is meant, or the trained model, where that is known.
         for step in {at_step} if info.layers[name].inexact else {at_step, None}:

@@ -1,0 +1,20 @@
+"""The kinds of layers: how each is recorded, and how it runs in dual form. One file for each.
+
+Torch is all that this part needs: the recorder uses it, and the client, which may have no more.
+A kind registers itself as its file is imported, which happens here and nowhere else.
+"""
+
+from dualform.layers import linear as _linear  # noqa: F401
+from dualform.layers.base import JoinedKind, LayerKind, ProductKind, ShapeError, layers_of, why_not
+from dualform.layers.lstm import LSTM
+
+# In plain order; the linter would put LSTM first, as a constant.
+__all__ = [  # noqa: RUF022
+    "JoinedKind",
+    "LSTM",
+    "LayerKind",
+    "ProductKind",
+    "ShapeError",
+    "layers_of",
+    "why_not",
+]

@@ -1,0 +1,268 @@
+"""What a kind of layer must say of itself. A subclass with a `kind` registers itself.
+
+A kind is a `ProductKind` where the module multiplies once by one weight, and a `JoinedKind` where
+several products, each recorded by a kind of its own, make one layer with one key and one value.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Protocol, TypeVar
+
+import numpy as np
+import torch
+from torch import nn
+from torch.autograd.graph import Node
+
+Product = Callable[[torch.Tensor], torch.Tensor]
+"""W x + b, [..., d_out], of queries [..., d_in]; no gradient flows through it."""
+
+Forward = Callable[..., Any]
+"""What may stand in the place of a module's forward."""
+
+
+class ShapeError(ValueError):
+    """A layer was called with a tensor of a shape that it does not take."""
+
+
+class LayerKind(ABC):
+    """How one type of module is recognised, recorded, and run in dual form. Stateless.
+
+    Attributes:
+        kind: The name in the manifest.
+        example: What modules of this kind are called, for messages.
+        parts: Names of the submodules that it consists of, in the order of their columns in W;
+            they are recorded as this layer, not as layers of their own.
+    """
+
+    kind: ClassVar[str] = ""
+    example: ClassVar[str]
+    parts: ClassVar[tuple[str, ...]] = ()
+    registry: ClassVar[list[type[LayerKind]]] = []
+
+    def __init_subclass__(cls) -> None:
+        if cls.kind:
+            LayerKind.registry.append(cls)
+
+    @classmethod
+    def of(cls, module: nn.Module) -> LayerKind | None:
+        """The kind of a module, or None."""
+        return next((kind() for kind in cls.registry if kind.recognises(module)), None)
+
+    @classmethod
+    @abstractmethod
+    def recognises(cls, module: nn.Module) -> bool:
+        """Whether a module is of this kind."""
+
+    @classmethod
+    def why_not(cls, module: nn.Module) -> str | None:
+        """Why a module that looks like one of this kind is none, and the remedy."""
+        return None
+
+    def refusal(self, module: nn.Module) -> str | None:
+        """Why a module of this kind can't be recorded where it stands, or None."""
+        return None
+
+    @abstractmethod
+    def shape(self, module: nn.Module) -> tuple[int, int]:
+        """d_in, the length of a key, and d_out, the length of a value."""
+
+    @abstractmethod
+    def matrix(self, module: nn.Module) -> torch.Tensor:
+        """The weight as the matrix W [d_out, d_in] of the dual form."""
+
+    @abstractmethod
+    def bias(self, module: nn.Module) -> torch.Tensor | None:
+        """The bias [d_out] of the dual form, where there is one."""
+
+    @abstractmethod
+    def queries(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
+    ) -> torch.Tensor:
+        """What W multiplied in a call of the module that gave this output, [..., d_in]."""
+
+    @abstractmethod
+    def dual_forward(self, module: nn.Module, product: Product) -> Forward:
+        """The module's forward with the product replaced; takes and gives what the module does.
+
+        It raises a ShapeError for what can't be cut into queries.
+        """
+
+
+class ProductKind(LayerKind):
+    """A kind of module that multiplies once by its parameter `weight`, and may add a `bias`."""
+
+    def weight(self, module: nn.Module) -> torch.Tensor:
+        """The weight; a leaf, unless the module is parametrised."""
+        return module.weight  # type: ignore[return-value]
+
+    def bias(self, module: nn.Module) -> torch.Tensor | None:
+        """The bias, where there is one."""
+        return module.bias  # type: ignore[return-value]
+
+    def leaves(self, module: nn.Module) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Weight and bias as the module holds them now: None for one that it has not, or computes.
+
+        Never computes anything: a parametrisation may change its state when it is asked.
+        """
+        return leaf(module, "weight"), leaf(module, "bias")
+
+    def weight_2d(self, weight: torch.Tensor) -> torch.Tensor:
+        """The weight, or its gradient or a buffer of its shape, as [d_out, d_in]; a view where that
+        is possible, and the tensor itself where it is so already."""
+        return weight
+
+    def matrix(self, module: nn.Module) -> torch.Tensor:
+        """The weight as the matrix W [d_out, d_in]."""
+        return self.weight_2d(self.weight(module))
+
+    @abstractmethod
+    def keys(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> torch.Tensor | None:
+        """The keys [..., d_in] of a call of the module; None where it has no such argument.
+
+        The leading axes are the row's place: slot, position.
+        """
+
+    def values(self, module: nn.Module, gradient: torch.Tensor) -> torch.Tensor:
+        """The gradient at the node, or at the output, in the order of the keys: [..., d_out]."""
+        return gradient
+
+    @abstractmethod
+    def node(self, output: torch.Tensor, weight: torch.Tensor) -> Node | None:
+        """The autograd node that multiplies by the weight: its gradient is the product's."""
+
+    def bias_node(self, output: torch.Tensor, bias: torch.Tensor) -> Node | None:
+        """The node that adds the bias: where to hook while the weight is frozen. None where this
+        kind of layer can't tell; the bias's training is then not explained."""
+        return nearest_node(output.grad_fn, bias, direct=True)
+
+    def queries(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
+    ) -> torch.Tensor:
+        """The keys of the call."""
+        found = self.keys(module, args, kwargs)
+        if found is None:
+            raise ShapeError(
+                f"a {self.example} was called without a tensor as its first argument or by name"
+            )
+        return found
+
+
+class Rows(Protocol):
+    """What a joined kind looks at in a part's pass.
+
+    Attributes:
+        number: Order of the forward calls.
+        leading: Shape of the input without its last axis.
+    """
+
+    number: int
+    leading: tuple[int, ...]
+
+    @property
+    def keys(self) -> np.ndarray:
+        """float32 [rows, d_in]."""
+
+
+PassRows = TypeVar("PassRows", bound=Rows)
+
+FillKeys = Callable[[np.ndarray], None]
+"""Writes the joined keys into float32 [rows, d_in]."""
+
+
+class JoinedKind(LayerKind):
+    """Several products as one layer: W = [W_1, W_2, ...] of its parts, b the sum of their biases.
+
+    Exact where the parts are trained by the same settings (docs/decisions/0012-lstm.md). Parts may
+    run several times in a call of the whole.
+    """
+
+    @abstractmethod
+    def join(self, passes: Sequence[Sequence[PassRows]]) -> list[tuple[PassRows, FillKeys]] | None:
+        """The passes of the whole at one step, in the order in which it was called.
+
+        Args:
+            passes: Of each part, in the order of `parts` and of the forward calls.
+
+        Returns:
+            For each call the part's pass that has the whole's rows, values and place, and what
+            fills its keys. None where the parts did not see the same calls.
+        """
+
+
+def layers_of(model: nn.Module) -> dict[str, LayerKind]:
+    """The layers of a model by name, without those that are parts of another."""
+    found = {name: kind for name, m in model.named_modules() if (kind := LayerKind.of(m))}
+    parts = {part_name(name, part) for name, kind in found.items() for part in kind.parts}
+    return {name: kind for name, kind in found.items() if name not in parts}
+
+
+def part_name(name: str, part: str) -> str:
+    """What a submodule of a module is called in the model."""
+    return f"{name}.{part}" if name else part
+
+
+def why_not(module: nn.Module) -> str | None:
+    """Why a module that has weights of its own is of no kind, where that is known."""
+    return next((why for kind in LayerKind.registry if (why := kind.why_not(module))), None)
+
+
+def leaf(module: nn.Module, name: str) -> torch.Tensor | None:
+    """A module's own parameter of this name; None where it is absent, or computed from others."""
+    own = module._parameters
+    if name in own:
+        return own[name]
+    computed = module._modules.get("parametrizations")
+    if isinstance(computed, nn.ModuleDict) and name in computed:
+        return None
+    found = getattr(module, name, None)  # a property of the user's, which hands one on
+    return found if isinstance(found, nn.Parameter) else None
+
+
+def first_tensor(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str = "input"
+) -> torch.Tensor | None:
+    """The first argument of a call, by place or by name, if it is a tensor."""
+    given = args[0] if args else kwargs.get(name)
+    return given if isinstance(given, torch.Tensor) else None
+
+
+# What may lie between a product and a parameter: W.t(), and autocast's copy of W.
+_VIEWS = ("TBackward0", "TransposeBackward0", "ToCopyBackward0")
+_MAX_DEPTH = 5
+
+
+def nearest_node(top: Node | None, parameter: torch.Tensor, direct: bool) -> Node | None:
+    """The nearest node from the top down that takes a parameter.
+
+    Args:
+        top: Where to begin: an output's node.
+        parameter: The weight or the bias.
+        direct: The node may take it as it is, not only through a view.
+    """
+    waiting = deque([(top, 0)])
+    while waiting:
+        node, depth = waiting.popleft()
+        if node is None or type(node).__name__ in _VIEWS:
+            continue
+        below = [edge[0] for edge in node.next_functions if edge[0] is not None]
+        # The weight is the last argument of every product that linear layers use.
+        if any(leads_to(child, parameter, direct) for child in reversed(below)):
+            return node
+        if depth < _MAX_DEPTH:
+            waiting.extend((child, depth + 1) for child in below)
+    return None
+
+
+def leads_to(node: Node, parameter: torch.Tensor, direct: bool) -> bool:
+    """Whether the node hands on to the parameter, through a view or, if allowed, directly."""
+    passed = direct
+    current: Node | None = node
+    while current is not None and type(current).__name__ in _VIEWS:
+        passed = True
+        current = current.next_functions[0][0]
+    return passed and getattr(current, "variable", None) is parameter
