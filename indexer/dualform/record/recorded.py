@@ -109,18 +109,17 @@ class RecordedLayer:
         """Weight [d_out, d_in] and bias by name, with the optimizer's buffers."""
         found: dict[str, ParameterState] = {}
         for name, parameter in self.parameters.items():
-            own = _as(parameter, *self._kept_as[name])
-            buffers = self._optimizer.buffers(parameter)
+            shape, dtype = self._kept_as[name]
+            whole = {
+                buffer: _as(tensor, shape, tensor.dtype)
+                for buffer, tensor in self._optimizer.buffers(parameter).items()
+                if tensor.shape == parameter.shape
+            }
+            own = _as(parameter, shape, dtype)
             if name == self.spec.weight:
-                shape = own.shape
-                own, buffers = (
-                    self._weight_2d(own),
-                    {
-                        buffer: self._weight_2d(tensor) if tensor.shape == shape else tensor
-                        for buffer, tensor in buffers.items()
-                    },
-                )
-            found[name] = own, buffers
+                own = self._weight_2d(own)
+                whole = {buffer: self._weight_2d(tensor) for buffer, tensor in whole.items()}
+            found[name] = own, {**self._optimizer.buffers(parameter), **whole}
         return found
 
     def counts(self) -> dict[str, int]:
