@@ -1,0 +1,102 @@
+"""A tiny Llama trained by transformers' Trainer with AdamW, in float32 and under bf16 autocast."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dualform.client import capture_queries
+from dualform.engine import Index, verify_index
+from dualform.index import build_index
+from dualform.record import Recorder
+
+transformers = pytest.importorskip("transformers")
+
+STEPS, VOCABULARY = 12, 64
+
+
+def llama() -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        tie_word_embeddings=False,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+class Sequences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Random token sequences."""
+
+    def __init__(self) -> None:
+        self.tokens = torch.randint(
+            0, VOCABULARY, (48, 12), generator=torch.Generator().manual_seed(1)
+        )
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.tokens[i], "labels": self.tokens[i]}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
+def test_adamw_through_trainer(tmp_path: Path, bf16: bool) -> None:
+    model = llama()
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path / "trainer"),
+        max_steps=STEPS,
+        per_device_train_batch_size=4,
+        learning_rate=1e-3,
+        weight_decay=0.1,
+        warmup_steps=3,
+        max_grad_norm=1.0,
+        bf16=bf16,
+        use_cpu=True,
+        report_to=[],
+        logging_strategy="no",
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=Sequences())
+    trainer.create_optimizer_and_scheduler(STEPS)
+    with warnings.catch_warnings(), Recorder(model, trainer.optimizer, tmp_path / "recording"):
+        trainer.train()
+    build_index(tmp_path / "recording", tmp_path / "index")
+    report = verify_index(tmp_path / "index")
+    assert report.ok, [(own.layer, own.note) for own in report.layers if not own.ok]
+    assert report.steps == STEPS
+    tokens = Sequences().tokens[:3]
+    queries = capture_queries(model, tokens)
+    modules = dict(model.named_modules())
+    with Index.open(tmp_path / "index", device="cpu") as index:
+        assert {"lm_head", "model.layers.0.mlp.gate_proj"} <= set(index.layers)
+        assert len(index.layers) == 15
+        for name, layer in index.layers.items():
+            own = queries[name][:20]
+            with torch.no_grad():
+                expected = modules[name].float()(torch.from_numpy(own)).double().numpy()
+            out = index.dual_output(name, own, max_residual=np.inf)
+            assert out.residual is not None
+            length = np.linalg.norm(expected, axis=1)
+            whole = out.values.astype(np.float64) + out.residual
+            assert (np.linalg.norm(whole - expected, axis=1) <= 2e-6 * length).all(), name
+            share = float((np.linalg.norm(out.residual, axis=1) / length).max())
+            if bf16:
+                assert layer.inexact
+                assert "autocast" in layer.inexact[0][1]
+                assert share <= 1e-2, (name, share)
+            else:
+                assert layer.inexact == []
+                assert share <= 1e-5, (name, share)
