@@ -17,7 +17,7 @@ import pytest
 
 from dualform.client import Client, parse_filter
 from dualform.engine import Index
-from dualform.engine.errors import CancelledError
+from dualform.engine.errors import CancelledError, ResourceExhaustedError
 from dualform.engine.totals import followed
 
 MASK = "label = 3 and step < 40"
@@ -120,3 +120,19 @@ def test_who_waits_takes_over_from_one_that_gave_up(adamw_index: Path, passes: P
         assert isinstance(one.exception(), CancelledError)
         np.testing.assert_array_equal(two.result(), _ask(index, 0))
         assert passes.count == 2
+
+
+def test_more_groups_than_memory_are_refused_before_a_row_is_read(
+    adamw_index: Path, passes: Passes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Index.open(adamw_index, device="cpu") as index:
+        layer = index.layers["2"]
+        groups = len(layer.space.grouping("label").values)
+        needed = (groups + 2) * layer.d_in * layer.d_out * 16
+        monkeypatch.setattr(followed, "FOLLOWED_BYTES", needed)
+        found = index.dual_output("2", queries(0), group_by="label", at_step=5)
+        assert (found.values.shape[1], passes.count) == (groups, 1)
+        monkeypatch.setattr(followed, "FOLLOWED_BYTES", needed - 1)
+        with pytest.raises(ResourceExhaustedError, match="fewer values"):
+            index.dual_output("2", queries(0), group_by="label", at_step=3)
+        assert passes.count == 1

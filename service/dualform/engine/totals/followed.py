@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from dualform.engine.errors import ResourceExhaustedError
 from dualform.engine.memory.layer import Layer
 from dualform.engine.memory.shards import Stop, check_stop
 from dualform.engine.memory.states import State, product
@@ -28,6 +29,12 @@ from dualform.store.ledger import Ledger
 
 KEPT_BYTES = 256 << 20
 """Parts of so many bytes are kept for questions that come again."""
+
+FOLLOWED_BYTES = 2 << 30
+"""Parts that need more memory than this while they are followed are refused."""
+
+_BYTES_PER_NUMBER = 16
+"""A part's weight in float64, its moves and its momentum buffer in float32."""
 
 _WAIT_SECONDS = 0.05
 """Who waits for another's parts asks so often whether its own caller gave up."""
@@ -161,6 +168,14 @@ class FollowedParts:
             return follow(layer, self._ledger, state, start, end, codes, parts, stop)
 
         groups = 1 if grouping is None else len(grouping.values)
+        needed = (groups + 2) * layer.d_in * layer.d_out * _BYTES_PER_NUMBER
+        if needed > FOLLOWED_BYTES:
+            raise ResourceExhaustedError(
+                f"{groups:,} groups of layer {layer.name!r} need {needed / 2**30:,.1f} GiB to be "
+                f"followed through training; at most {FOLLOWED_BYTES / 2**30:g} GiB are taken: "
+                "group by a column with fewer values, or ask for a filter's rows at a time",
+                field="group_by",
+            )
         key = (layer.name, start, end, groups, _digest(selected, grouping))
         return self._once(key, stop, make)
 
