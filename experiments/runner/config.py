@@ -185,16 +185,7 @@ def read(kind: type[Any], data: Any, where: str) -> Any:
         ConfigError: A key that is unknown or missing, or a wrong type.
     """
     if is_dataclass(kind):
-        hints = get_type_hints(kind)
-        needed = [field.name for field in fields(kind) if field.default is MISSING]
-        if not isinstance(data, dict):
-            raise ConfigError(f"{where} must have the keys {', '.join(hints)}")
-        unknown = [key for key in data if key not in hints]
-        missing = [key for key in needed if key not in data]
-        if unknown or missing:
-            found = f"unknown key {unknown[0]!r}" if unknown else f"no key {missing[0]!r}"
-            raise ConfigError(f"{where}: {found}; the keys are {', '.join(hints)}")
-        return kind(**{key: read(hints[key], data[key], f"{where}: {key}") for key in data})
+        return _read_keys(kind, data, where)
     origin = get_origin(kind)
     if origin in (Union, types.UnionType):
         return read(get_args(kind)[0], data, where)
@@ -214,8 +205,35 @@ def read(kind: type[Any], data: Any, where: str) -> Any:
     return data
 
 
+def _read_keys(kind: type[Any], data: Any, where: str) -> Any:
+    """A mapping as the dataclass whose fields its keys name."""
+    hints = get_type_hints(kind)
+    needed = [field.name for field in fields(kind) if field.default is MISSING]
+    if not isinstance(data, dict):
+        raise ConfigError(f"{where} must have the keys {', '.join(hints)}")
+    unknown = [key for key in data if key not in hints]
+    missing = [key for key in needed if key not in data]
+    if unknown or missing:
+        found = f"unknown key {unknown[0]!r}" if unknown else f"no key {missing[0]!r}"
+        raise ConfigError(f"{where}: {found}; the keys are {', '.join(hints)}")
+    return kind(**{key: read(hints[key], data[key], f"{where}: {key}") for key in data})
+
+
 def _check(study: Study, path: str) -> None:
     """What types alone don't say."""
+    _check_training(study, path)
+    if study.ask is not None:
+        for key in ("images", "top_k_queries", "k"):
+            _at_least(1, getattr(study.ask, key), f"{path}: ask.{key}")
+    if study.votes is not None:
+        _at_least(1, study.votes.images, f"{path}: votes.images")
+    if study.masks is not None:
+        _check_masks(study.masks, study, path)
+    for figure in study.figures or ():
+        _check_figure(figure, study, f"{path}: figures: {figure.name}")
+
+
+def _check_training(study: Study, path: str) -> None:
     _at_least(1, study.batch_size, f"{path}: batch_size")
     for phase in study.phases:
         _at_least(1, phase.steps, f"{path}: phases: steps")
@@ -230,30 +248,27 @@ def _check(study: Study, path: str) -> None:
     for phase in study.phases:
         if not phase.tasks or any(task not in TASKS for task in phase.tasks):
             raise ConfigError(f"{path}: phases: tasks must hold some of {', '.join(TASKS)}")
-    if study.ask is not None:
-        for key in ("images", "top_k_queries", "k"):
-            _at_least(1, getattr(study.ask, key), f"{path}: ask.{key}")
-    if study.votes is not None:
-        _at_least(1, study.votes.images, f"{path}: votes.images")
-    if study.masks is not None:
-        _at_least(1, study.masks.images, f"{path}: masks.images")
-        for key in ("task", "kept"):
-            if getattr(study.masks, key) not in study.tasks:
-                raise ConfigError(f"{path}: masks.{key} must be one of {', '.join(study.tasks)}")
-        for key in ("misled", "taken_for"):
-            if not 0 <= getattr(study.masks, key) <= 9:
-                raise ConfigError(f"{path}: masks.{key} is a label, 0 to 9")
-        if any(not 0 <= step <= study.steps for step in study.masks.sweep):
-            raise ConfigError(f"{path}: masks.sweep holds steps from 0 to {study.steps}")
 
-    for figure in study.figures or ():
-        where = f"{path}: figures: {figure.name}"
-        if not figure.name.isidentifier():
-            raise ConfigError(f"{where}: name leads files: letters, digits and _ only")
-        if figure.task not in study.tasks:
-            raise ConfigError(f"{where}: task must be one of {', '.join(study.tasks)}")
-        if figure.astray and study.masks is None:
-            raise ConfigError(f"{where}: astray needs masks")
+
+def _check_masks(masks: Masks, study: Study, path: str) -> None:
+    _at_least(1, masks.images, f"{path}: masks.images")
+    for key in ("task", "kept"):
+        if getattr(masks, key) not in study.tasks:
+            raise ConfigError(f"{path}: masks.{key} must be one of {', '.join(study.tasks)}")
+    for key in ("misled", "taken_for"):
+        if not 0 <= getattr(masks, key) <= 9:
+            raise ConfigError(f"{path}: masks.{key} is a label, 0 to 9")
+    if any(not 0 <= step <= study.steps for step in masks.sweep):
+        raise ConfigError(f"{path}: masks.sweep holds steps from 0 to {study.steps}")
+
+
+def _check_figure(figure: Figure, study: Study, where: str) -> None:
+    if not figure.name.isidentifier():
+        raise ConfigError(f"{where}: name leads files: letters, digits and _ only")
+    if figure.task not in study.tasks:
+        raise ConfigError(f"{where}: task must be one of {', '.join(study.tasks)}")
+    if figure.astray and study.masks is None:
+        raise ConfigError(f"{where}: astray needs masks")
 
 
 def _at_least(least: int, value: int, where: str) -> None:
