@@ -6,6 +6,7 @@ integer before anything is allocated from it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -72,18 +73,9 @@ def _value(message: Any, field: Field) -> Any:
     sent = getattr(message, field.name)
     if field.kind == "choice":
         return _word(sent, field)
-    if field.kind == "tensor":
-        return _queries(sent)
-    if field.kind == "filter":
-        return sent if message.HasField(field.name) else None
-    if field.kind == "layers":
-        return [(own.layer, _queries_of(own)) for own in sent]
-    if field.kind == "values":
-        return [None if (kind := own.WhichOneof("kind")) is None else getattr(own, kind)
-                for own in sent]  # fmt: skip
-    if field.kind == "numbers":
-        return list(sent) or None
-    if field.present:
+    if field.kind in _UNPACKED:
+        return _UNPACKED[field.kind](sent)
+    if field.kind == "filter" or field.present:
         return sent if message.HasField(field.name) else None
     return sent or None if field.optional else sent
 
@@ -128,6 +120,20 @@ def _queries(tensor: pb.Tensor) -> npt.NDArray[np.float32]:
             "send float32 little-endian, row-major"
         )
     return np.frombuffer(data, dtype="<f4").reshape(n, d).astype(np.float32)
+
+
+def _id(own: pb.Value) -> int | str | None:
+    kind = own.WhichOneof("kind")
+    return None if kind is None else getattr(own, kind)
+
+
+_UNPACKED: dict[str, Callable[[Any], Any]] = {
+    "tensor": _queries,
+    "layers": lambda sent: [(own.layer, _queries_of(own)) for own in sent],
+    "values": lambda sent: [_id(own) for own in sent],
+    "numbers": lambda sent: list(sent) or None,
+}
+"""What a question holds of a field, by the field's kind, where nothing else of it matters."""
 
 
 def _dtype_name(dtype: int) -> str:
