@@ -195,34 +195,9 @@ def _check_shards(data: Fields, layer: IndexLayer, space: RowSpace) -> None:
     if len(layer.shards) != len(space.shards):
         count = len(space.shards)
         raise wrong(data.called("shards"), len(layer.shards), f"{count:,}, as its row space has")
-    keys, values = encoding(layer.key_encoding), encoding(layer.value_encoding)
-    floats = _directions(layer) + 1
     for i, (own, place) in enumerate(zip(layer.shards, space.shards, strict=True)):
         where, rows = f"{data.called('shards')}[{i}]", place.rows
-        sums = own.sums.bytes if own.sums and _fits(own.sums, layer.d_in, rows) else -1
-        for name, entry, file, there, size in (
-            ("keys", own.keys, "keys.faiss", True, keys.keys_bytes(layer.d_in, rows)),
-            (
-                "values",
-                own.values,
-                "values.npy",
-                layer.values,
-                values.values_bytes(rows, layer.d_out),
-            ),
-            (
-                "sketch",
-                own.sketch,
-                "sketch.npy",
-                layer.directions is not None,
-                FLOAT32.values_bytes(rows, floats),
-            ),
-            ("sums", own.sums, "sums.npy", own.sums is not None, sums),
-        ):
-            if (entry is not None) != there:
-                raise ValueError(f"{where}.{name} {'is missing' if there else 'does not belong'}")
-            _called(entry, shard_file(layer.name, i, file), f"{where}.{name}")
-            if entry is not None and entry.bytes != size:
-                raise wrong(f"{where}.{name}.bytes", entry.bytes, f"what {rows:,} rows take")
+        _check_shard_files(where, layer, i, rows)
         if own.max_norm > 1.01 * float(np.finfo(np.float32).max) * layer.d_in**0.5:
             raise wrong(f"{where}.max_norm", own.max_norm, "a length that a key can have")
         last = -1
@@ -236,6 +211,26 @@ def _check_shards(data: Fields, layer: IndexLayer, space: RowSpace) -> None:
             raise wrong(data.called("equal_keys.first.bytes"), size, "what its rows take")
         if layer.equal_keys.distinct > space.rows:
             raise wrong(data.called("equal_keys.distinct"), layer.equal_keys.distinct, "fewer")
+
+
+def _check_shard_files(where: str, layer: IndexLayer, i: int, rows: int) -> None:
+    """The files of shard i, which has so many rows: those that belong, by name and size."""
+    own = layer.shards[i]
+    keys, values = encoding(layer.key_encoding), encoding(layer.value_encoding)
+    values_size = values.values_bytes(rows, layer.d_out)
+    sketch_size = FLOAT32.values_bytes(rows, _directions(layer) + 1)
+    sums_size = own.sums.bytes if own.sums and _fits(own.sums, layer.d_in, rows) else -1
+    for name, entry, file, there, size in (
+        ("keys", own.keys, "keys.faiss", True, keys.keys_bytes(layer.d_in, rows)),
+        ("values", own.values, "values.npy", layer.values, values_size),
+        ("sketch", own.sketch, "sketch.npy", layer.directions is not None, sketch_size),
+        ("sums", own.sums, "sums.npy", own.sums is not None, sums_size),
+    ):
+        if (entry is not None) != there:
+            raise ValueError(f"{where}.{name} {'is missing' if there else 'does not belong'}")
+        _called(entry, shard_file(layer.name, i, file), f"{where}.{name}")
+        if entry is not None and entry.bytes != size:
+            raise wrong(f"{where}.{name}.bytes", entry.bytes, f"what {rows:,} rows take")
 
 
 def _directions(layer: IndexLayer) -> int:

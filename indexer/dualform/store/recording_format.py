@@ -214,9 +214,6 @@ class SegmentTable:
 
     def save(self, directory: Path, layers: Mapping[str, LayerSpec]) -> None:
         """Write the segment's .json atomically into `directory`: this commits the segment."""
-        index = {name: i for i, name in enumerate(layers)}
-        records = [record for _, record in self.passes]
-        values = [record.values for record in records]
         data = {
             "segment": self.number,
             "first_step": self.first_step,
@@ -225,18 +222,7 @@ class SegmentTable:
             "bin_bytes": self.bin_bytes,
             "rows": self.rows.to_json(),
             "ledger": self.ledger.to_json(),
-            "passes": {
-                "layer": [index[name] for name, _ in self.passes],
-                "step": [record.step for record in records],
-                "rows": [record.rows for record in records],
-                "block": [record.block for record in records],
-                "keys_offset": [record.keys.offset for record in records],
-                "keys_xxh3": [record.keys.xxh3 for record in records],
-                "values_offset": [None if span is None else span.offset for span in values],
-                "values_xxh3": [None if span is None else span.xxh3 for span in values],
-                "keys_encoding": [record.keys.encoding for record in records],
-                "values_encoding": [None if span is None else span.encoding for span in values],
-            },
+            "passes": _pass_columns(self.passes, list(layers)),
             "blocks": {"first": self.first_block, "rows": list(self.block_rows)},
             "columns": dict(self.columns),
             "marks": [{"layer": name, **asdict(mark)} for name, mark in self.marks],
@@ -321,15 +307,7 @@ def _segment_table(data: Fields, layers: Sequence[LayerSpec]) -> SegmentTable:
         columns=_columns(data),
         marks=data.objects("marks", lambda own: _mark(own, layers)),
         examples=data.each("examples", entry),
-        states=data.objects(
-            "states",
-            lambda own: (
-                own.integer("step", first_step + 1, first_step + steps),
-                own.entry("file"),
-            ),
-        )
-        if data.has("states")
-        else (),
+        states=data.objects("states", state) if data.has("states") else (),
     )
     for called, files, start in (
         ("initial", [table.initial], INITIAL),
@@ -342,6 +320,31 @@ def _segment_table(data: Fields, layers: Sequence[LayerSpec]) -> SegmentTable:
             if "/" in file.name or not file.name.startswith(start):
                 raise wrong(f"{called}.name", file.name, f"the name of a file {start}*")
     return replace(table, passes=_passes(data.object("passes"), layers, table))
+
+
+def _pass_columns(
+    passes: Sequence[tuple[str, PassRecord]], layers: Sequence[str]
+) -> dict[str, list[int | str | None]]:
+    """The passes as JSON has them: a column for each field; values that are not kept, as null."""
+    index = {name: i for i, name in enumerate(layers)}
+    records = [record for _, record in passes]
+    keys, values = [own.keys for own in records], [own.values for own in records]
+
+    def each(spans: Sequence[Span | None], name: str) -> list[int | str | None]:
+        return [None if span is None else getattr(span, name) for span in spans]
+
+    return {
+        "layer": [index[name] for name, _ in passes],
+        "step": [record.step for record in records],
+        "rows": [record.rows for record in records],
+        "block": [record.block for record in records],
+        "keys_offset": each(keys, "offset"),
+        "keys_xxh3": each(keys, "xxh3"),
+        "values_offset": each(values, "offset"),
+        "values_xxh3": each(values, "xxh3"),
+        "keys_encoding": each(keys, "encoding"),
+        "values_encoding": each(values, "encoding"),
+    }
 
 
 def _passes(
