@@ -127,12 +127,8 @@ def _convert(name: str, value: Any) -> tuple[str, Column]:
     if isinstance(value, str) and is_text(value):
         return "string", _constant(str.__str__(value))
     array = _as_numpy(name, value)
-    kind = _KINDS.get(array.dtype.kind)
-    if kind is None and array.dtype.kind == "O" and all(isinstance(v, str) for v in array.flat):
-        kind = "string"
-    if kind is None or (
-        array.dtype.kind == "u" and array.itemsize == 8 and array.max(initial=0) >= 2**63
-    ):
+    kind = _kind(array)
+    if kind is None:
         raise AnnotationError(
             f"annotate({name}=...): cannot store {_describe(array)}; allowed are integers (int64), "
             "floating-point numbers, strings and booleans, without None. Leave the column out of "
@@ -154,6 +150,15 @@ def _convert(name: str, value: Any) -> tuple[str, Column]:
     if array.dtype.kind == "O":  # members of text enumerations: their values
         values[:] = [str.__str__(item) for item in values]
     return kind, Column(values, array.shape)
+
+
+def _kind(array: np.ndarray) -> str | None:
+    """The type that stores all of these; None where there is none."""
+    if array.dtype.kind == "O":
+        return "string" if all(isinstance(item, str) for item in array.flat) else None
+    if array.dtype.kind == "u" and array.itemsize == 8 and array.max(initial=0) >= 2**63:
+        return None
+    return _KINDS.get(array.dtype.kind)
 
 
 @functools.lru_cache(maxsize=64)

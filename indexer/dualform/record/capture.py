@@ -219,7 +219,7 @@ class LayerCapture:
             self._meet(own)
         weight, bias = self.weight, self.bias
         trained = weight.requires_grad
-        if not trained and (bias is None or not bias.requires_grad):
+        if not trained and not self._trains_bias():
             return
         given = self._kind.keys(self.module, args, kwargs)
         if given is None:
@@ -236,17 +236,8 @@ class LayerCapture:
         else:
             assert bias is not None
             node = self._kind.bias_node(output, bias)
-        compiled = node is None and "CompiledFunction" in output.grad_fn.name()
-        if node is None and not compiled:
-            if own is not weight or _is_functional(output):
-                return  # functional_call, jacrev and the like: not through the parameter's .grad
-            if not trained:
-                return  # the check of the bias's gradient will tell
-            raise CaptureError(
-                f"layer {self.spec.name!r} ran, but its output does not come from a product with "
-                f"its weight (autograd node {output.grad_fn}); leave it out with "
-                "Recorder(..., layers=[...])"
-            )
+        if node is None and not self._is_compiled(output, own is not weight, trained):
+            return
         self._attach_to(trained)
         if output.dtype is not weight.dtype:
             self.autocast = True
@@ -263,6 +254,29 @@ class LayerCapture:
             node.register_prehook(
                 lambda gradients: self._backward(item, weight, gradients[0], trained)
             )
+
+    def _is_compiled(self, output: Any, elsewhere: bool, trained: bool) -> bool:
+        """Of an output without a node of the weight's: whether a compiled graph hides it. Where
+        none does, the pass is none of the layer's rows.
+
+        Args:
+            elsewhere: The module has another weight than the layer's for this call.
+            trained: The weight is not frozen.
+
+        Raises:
+            CaptureError: The weight may be used in a way that is not seen.
+        """
+        if "CompiledFunction" in output.grad_fn.name():
+            return True
+        if elsewhere or _is_functional(output):
+            return False  # functional_call, jacrev and the like: not through the parameter's .grad
+        if not trained:
+            return False  # the check of the bias's gradient will tell
+        raise CaptureError(
+            f"layer {self.spec.name!r} ran, but its output does not come from a product with "
+            f"its weight (autograd node {output.grad_fn}); leave it out with "
+            "Recorder(..., layers=[...])"
+        )
 
     def _backward(
         self, item: Pass, weight: torch.Tensor, gradient: torch.Tensor | None, trained: bool

@@ -57,6 +57,11 @@ class Verdict(NamedTuple):
     probe: float = 0.0
     fault: str | None = None
 
+    @property
+    def counts(self) -> bool:
+        """What backward brought reaches the step."""
+        return self.took_part and not self.zeroed
+
 
 class Sides:
     """The rows' side of the test, for a layer's weight and bias.

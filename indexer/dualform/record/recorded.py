@@ -165,21 +165,15 @@ class RecordedLayer:
         mark = self._first_mark() if step == 0 else None
         sides = self._check.sides(passes)
         kernel = self._kernel = self._optimizer.kernel_scale()
-        weight = self._weight_verdict(sides) if kernel else Verdict(False)
-        if not self.capture.ever and weight.took_part and not weight.zeroed:
-            grad = self.capture.weight.grad
-            if grad is not None and bool(grad.any()):
-                raise CaptureError(_CAUSES.format(name=self.spec.name))
+        weight = self._weight_verdict(sides)
+        if weight.counts and not self.capture.ever:
+            self._refuse_foreign_gradient()
         verdicts = [(weight, sides.weight_size)]
-        keep = weight.took_part and not weight.zeroed
+        bias = Verdict(False)
         if self.spec.bias is not None:
-            bias = self._bias_verdict(weight, sides) if kernel else Verdict(False)
+            bias = self._bias_verdict(weight, sides)
             verdicts.append((bias, sides.bias_size))
-            if not keep:  # the weight is frozen, or its gradient None or zeroed; not the bias's
-                keep = bias.took_part and not bias.zeroed
-            elif sides.weight == 0.0:  # all keys are zero: only the bias can tell of zeroing
-                keep = not bias.zeroed
-        self.kept = passes if keep else []
+        self.kept = passes if _rows_count(weight, bias, sides) else []
         if kernel != 1:
             verdicts = [
                 (own._replace(scale=own.scale * kernel, probe=own.probe * kernel), size * kernel)
@@ -189,16 +183,10 @@ class RecordedLayer:
             (self._optimizer.row(step, name, p, verdict.scale, verdict.took_part), verdict, size)
             for (name, p), (verdict, size) in zip(self.parameters.items(), verdicts, strict=True)
         ]
-        fault = weight.fault or verdicts[-1][0].fault
-        if fault is not None and self._follow_rows and mark is None:
-            self._follow_rows = self._follow_weights = self._exact = False
-            mark = InexactMark(step, self._reason(fault))
+        if mark is None:
+            mark = self._fault_mark(step, weight.fault or bias.fault)
         if self._follow_weights and self._elements:
-            self._gradients = {
-                row.parameter: self._elements[row.parameter].gradient(grad)
-                for row, _, _ in self._rows
-                if row.took_part and (grad := self.parameters[row.parameter].grad) is not None
-            }
+            self._gradients = self._element_gradients()
         return [row for row, _, _ in self._rows], mark
 
     def check_weights(self, step: int) -> InexactMark | None:
@@ -266,7 +254,7 @@ class RecordedLayer:
 
     def _weight_verdict(self, sides: Sides) -> Verdict:
         grad, watch = self.capture.weight.grad, self._watch
-        if grad is None or not self._optimizer.holds(self.capture.weight):
+        if self._skipped or grad is None or not self._optimizer.holds(self.capture.weight):
             return Verdict(False)
         if self._follow_rows:
             return self._check.weight(grad, watch, sides)
@@ -278,11 +266,30 @@ class RecordedLayer:
 
     def _bias_verdict(self, weight: Verdict, sides: Sides) -> Verdict:
         bias = self.capture.bias
-        if bias is None or bias.grad is None or not self._optimizer.holds(bias):
+        if self._skipped or bias is None or bias.grad is None or not self._optimizer.holds(bias):
             return Verdict(False)
         if self._follow_rows and weight.fault is None:
             return self._check.bias(bias.grad, sides, 1.0 if weight.zeroed else weight.scale)
         return Verdict(True, zeroed=weight.zeroed, scale=weight.scale)
+
+    @property
+    def _skipped(self) -> bool:
+        """The kernel will not step, having found gradients that are not finite."""
+        return self._kernel == 0.0
+
+    def _refuse_foreign_gradient(self) -> None:
+        """Raise CaptureError where the weight has a gradient, though no pass ever brought one."""
+        grad = self.capture.weight.grad
+        if grad is not None and bool(grad.any()):
+            raise CaptureError(_CAUSES.format(name=self.spec.name))
+
+    def _element_gradients(self) -> dict[str, np.ndarray | torch.Tensor]:
+        """The gradients of the followed elements, by parameter; of those that take part."""
+        return {
+            row.parameter: self._elements[row.parameter].gradient(grad)
+            for row, _, _ in self._rows
+            if row.took_part and (grad := self.parameters[row.parameter].grad) is not None
+        }
 
     def _held_now(self, parameter: torch.Tensor) -> bool:
         self._optimizer.refresh()
@@ -314,6 +321,13 @@ class RecordedLayer:
             )
         return None
 
+    def _fault_mark(self, step: int, fault: str | None) -> InexactMark | None:
+        """The mark for a gradient that is not the rows'; from then on it is not looked at."""
+        if fault is None or not self._follow_rows:
+            return None
+        self._follow_rows = self._follow_weights = self._exact = False
+        return InexactMark(step, self._reason(fault))
+
     def _reason(self, fault: str) -> str:
         capture = self.capture
         if fault == "not finite":
@@ -336,6 +350,14 @@ class RecordedLayer:
             "the rows do not add up to the gradient; is the weight used elsewhere too "
             "(tied, F.linear), or changed by a hook?"
         )
+
+
+def _rows_count(weight: Verdict, bias: Verdict, sides: Sides) -> bool:
+    """Whether the rows reach the step, through the weight or the bias."""
+    if not weight.counts:  # it is frozen, or its gradient None or zeroed; not the bias's
+        return bias.counts
+    # Where all keys are zero, only the bias can tell of zeroing.
+    return sides.weight != 0.0 or not bias.zeroed
 
 
 def _as(tensor: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
