@@ -56,59 +56,86 @@ def check_by_following(
     own, found = layer.manifest, FollowedCheck()
     initial, final = index.state(own.name, "initial"), index.state(own.name, "final")
     assert initial is not None
-    names = [own.weight] + ([] if own.bias is None else [own.bias])
-    whole = _run(index, layer, initial, 0)
+    whole, between = _run(index, layer, initial, 0), _Between(index, layer, initial, tolerance)
+    names, ratios = between.names, between.ratios
     states = [step for step, _ in own.states if 0 < step <= up_to]
-    since, start = _run(index, layer, initial, 0), 0
-    before: State = initial
-    ratios: dict[str, list[float]] = {name: [] for name in names}
-
-    def compare(end: int, after: State) -> None:
-        """The state after `end` steps with what the rows since the last one made of that."""
-        nonlocal since, start, before
-        since.advance(end)
-        for name, ours in _weights(since, names).items():
-            if _is_noise(ratios[name]):
-                continue
-            theirs, earlier = (s[name].astype(np.float64) for s in (after, before))
-            error = float(np.linalg.norm(ours - theirs))
-            way = float(np.linalg.norm(theirs - earlier))
-            rounding = (end - start) * _FLOAT32_UNIT * float(np.linalg.norm(theirs))
-            if found.bad is None and not error <= tolerance * way + rounding:
-                relative = error / way if way > 0 else float("inf")
-                found.bad = BadInterval(start, end, name, relative)
-        since, start, before = _run(index, layer, after, end), end, after
-
     for rows in steps_in_order(layer, 0, index.steps, None):
         while states and states[0] <= rows.step:
             step = states.pop(0)
             state = index.state(own.name, step)
             assert state is not None
-            compare(step, state)
-        for run in (whole, since):
-            run.take(rows.step, rows.keys, rows.values, [slice(None)])
-        for name, ratio in zip(names, _noise(rows), strict=False):
-            ratios[name].append(ratio)
+            between.compare(step, state)
+        whole.take(rows.step, rows.keys, rows.values, [slice(None)])
+        between.take(rows)
         advance(len(rows.positions))
     whole.advance(index.steps)
     if final is not None and up_to >= index.steps:
-        compare(index.steps, final)
+        between.compare(index.steps, final)
+    found.bad = between.bad
     stored = index.state(own.name, "rebuilt")
     if stored is not None:
         found.off = [name for name, off in _off(whole, stored, names).items() if off]
     if final is not None:
         for name, ours in _weights(whole, names).items():
-            theirs, first = (s[name].astype(np.float64) for s in (final, initial))
-            found.rebuilt.append(
-                Rebuilt(
-                    name,
-                    error=float(np.linalg.norm(ours - theirs)),
-                    moved=float(np.linalg.norm(theirs - first)),
-                    size=max(float(np.linalg.norm(theirs)), float(np.linalg.norm(first))),
-                    noise=float(np.median(ratios[name])) if ratios[name] else None,
-                )
-            )
+            found.rebuilt.append(_rebuilt(name, ours, initial, final, ratios[name]))
     return found
+
+
+class _Between:
+    """Each stored state against what the rows since the one before make of that.
+
+    Attributes:
+        names: The weight's name, and the bias's.
+        ratios: What `_noise` says of each step so far, by name.
+        bad: The first two states between which the rows do not lead; None so far.
+    """
+
+    def __init__(self, index: HasStates, layer: Layer, initial: State, tolerance: float) -> None:
+        own = layer.manifest
+        self.names = [own.weight] + ([] if own.bias is None else [own.bias])
+        self.ratios: dict[str, list[float]] = {name: [] for name in self.names}
+        self.bad: BadInterval | None = None
+        self._index, self._layer, self._tolerance = index, layer, tolerance
+        self._begin(0, initial)
+
+    def take(self, rows: StepRows) -> None:
+        """Follow one step's rows."""
+        self._run.take(rows.step, rows.keys, rows.values, [slice(None)])
+        for name, ratio in zip(self.names, _noise(rows), strict=False):
+            self.ratios[name].append(ratio)
+
+    def compare(self, end: int, after: State) -> None:
+        """Hold the state after `end` steps against the rows, and go on from there."""
+        self._run.advance(end)
+        for name, ours in _weights(self._run, self.names).items():
+            if _is_noise(self.ratios[name]):
+                continue
+            theirs, earlier = (s[name].astype(np.float64) for s in (after, self._before))
+            error = float(np.linalg.norm(ours - theirs))
+            way = float(np.linalg.norm(theirs - earlier))
+            rounding = (end - self._start) * _FLOAT32_UNIT * float(np.linalg.norm(theirs))
+            if self.bad is None and not error <= self._tolerance * way + rounding:
+                relative = error / way if way > 0 else float("inf")
+                self.bad = BadInterval(self._start, end, name, relative)
+        self._begin(end, after)
+
+    def _begin(self, start: int, state: State) -> None:
+        self._start, self._before = start, state
+        self._run = _run(self._index, self._layer, state, start)
+
+
+def _rebuilt(
+    name: str, ours: np.ndarray, initial: State, final: State, ratios: list[float]
+) -> Rebuilt:
+    """What the rows made of a parameter, beside what training did."""
+    theirs, first = (s[name].astype(np.float64) for s in (final, initial))
+    return Rebuilt(
+        name,
+        error=float(np.linalg.norm(ours - theirs)),
+        moved=float(np.linalg.norm(theirs - first)),
+        size=max(float(np.linalg.norm(theirs)), float(np.linalg.norm(first))),
+        noise=float(np.median(ratios)) if ratios else None,
+    )
 
 
 def _run(index: HasStates, layer: Layer, state: State, start: int) -> LayerRun:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, overload
+from typing import Literal, TypeVar, overload
 
 import numpy as np
 import torch
@@ -44,6 +44,8 @@ from dualform.store.errors import DamagedError
 from dualform.store.files import FileEntry, check_digest
 from dualform.store.index import REBUILD, IndexManifest
 from dualform.store.ledger import Ledger
+
+_Item = TypeVar("_Item")
 
 
 class Index(Keywords):
@@ -281,35 +283,40 @@ class Index(Keywords):
             DataLossError: One differs; `damage` says which from now on, unless it is a file that
                 only makes answers cheaper: what goes without it is answered all the same.
         """
-        spared: list[FileEntry | None] = []
+        with self._guarded():
+            for file in _until(stop, self._row_files()):
+                file.check()
+            for entry in _until(stop, self._needed()):
+                check_digest(self.path, entry, REBUILD)
+        for entry in _until(stop, self._spared()):
+            with spared_damage():
+                check_digest(self.path, entry, REBUILD)
+
+    def _row_files(self) -> list[ShardFile]:
+        """The keys and values."""
+        shards = [shard for layer in self.layers.values() for shard in layer.shards]
+        return [file for own in shards for file in (own.keys, own.values) if file is not None]
+
+    def _needed(self) -> list[FileEntry | None]:
+        """What answers need besides keys and values; None where there is no such file."""
         manifest = self._manifest
-        needed: list[FileEntry | None] = [manifest.ledger, manifest.examples, manifest.payloads]
-        files: list[ShardFile] = []
-        for space in self._manifest.spaces:
+        needed = [manifest.ledger, manifest.examples, manifest.payloads]
+        for space in manifest.spaces:
             needed += [shard.sidecar for shard in space.shards]
         for layer in self.layers.values():
             own = layer.manifest
             needed += [own.initial, own.final, own.rebuilt, *(entry for _, entry in own.states)]
-            files += [file for shard in layer.shards for file in (shard.keys, shard.values) if file]
             needed += [parts.file for parts in own.parts]
+        return needed
+
+    def _spared(self) -> list[FileEntry | None]:
+        """What only makes answers cheaper; None where there is no such file."""
+        spared: list[FileEntry | None] = []
+        for layer in self.layers.values():
+            own = layer.manifest
             spared += [own.directions, None if own.equal_keys is None else own.equal_keys.first]
             spared += [entry for shard in own.shards for entry in (shard.sketch, shard.sums)]
-
-        def stopped() -> bool:
-            return stop is not None and stop()
-
-        with self._guarded():
-            for file in files:
-                if stopped():
-                    return
-                file.check()
-            for entry in needed:
-                if entry is not None and not stopped():
-                    check_digest(self.path, entry, REBUILD)
-        for entry in spared:
-            if entry is not None and not stopped():
-                with spared_damage():
-                    check_digest(self.path, entry, REBUILD)
+        return spared
 
     @contextmanager
     def _guarded(self, layer: Layer | None = None) -> Iterator[None]:
@@ -323,6 +330,15 @@ class Index(Keywords):
         except DamagedError as error:
             self.damage = str(error)
             raise DataLossError(str(error)) from None
+
+
+def _until(stop: Stop | None, items: Iterable[_Item | None]) -> Iterator[_Item]:
+    """Those that are there, until the caller gives up."""
+    for item in items:
+        if stop is not None and stop():
+            return
+        if item is not None:
+            yield item
 
 
 def device_of(name: str) -> torch.device:

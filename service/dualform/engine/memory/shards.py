@@ -221,33 +221,40 @@ class Shard:
         count = int(np.count_nonzero(selected))
         if count == 0:
             return
-        chosen = None if count == self.rows else np.flatnonzero(selected)
         keys = self.keys.rows()
-        own_values = self.values.rows() if values and self.values is not None else None
+        value_file = self.values if values else None
+        own_values = None if value_file is None else value_file.rows()
         scattered = is_scattered(count, self.rows)
         self.keys.expect(scattered=scattered)
-        if own_values is not None and self.values is not None:
-            self.values.expect(scattered=scattered)
+        if value_file is not None:
+            value_file.expect(scattered=scattered)
         widest = max(keys.shape[1], 0 if own_values is None else own_values.shape[1])
         step = tile_rows(widest, queries)
         finite = None if self.finite.all() else self.finite
         scratch = torch.empty((min(step, count), keys.shape[1]), dtype=torch.float32, device="cpu")
-        for first in range(0, count, step):
+        for inside, positions in self._pieces(selected, count, step):
             check_stop(stop)
-            last = min(first + step, count)
-            if chosen is None:
-                inside: np.ndarray | slice = slice(first, last)
-                positions = np.arange(self.start + first, self.start + last)
-            else:
-                inside = as_slice(chosen[first:last])
-                positions = self.start + chosen[first:last]
-            tile_keys = copy_rows(keys, inside, scratch[: last - first])
+            tile_keys = copy_rows(keys, inside, scratch[: len(positions)])
             tile_values = None if own_values is None else pick(own_values, inside)
             if device is not None and device.type != "cpu":
                 tile_keys = tile_keys.to(device)
                 tile_values = None if tile_values is None else tile_values.to(device)
             own_finite = None if finite is None else finite[inside]
             yield Tile(self.table, positions, tile_keys, tile_values, self.max_norm, own_finite)
+
+    def _pieces(
+        self, selected: np.ndarray, count: int, step: int
+    ) -> Iterator[tuple[np.ndarray | slice, np.ndarray]]:
+        """The `count` selected rows, up to `step` at a time: where in the shard they are, and their
+        positions in the layer, int64 [n]."""
+        chosen = None if count == self.rows else np.flatnonzero(selected)
+        for first in range(0, count, step):
+            last = min(first + step, count)
+            if chosen is None:
+                yield slice(first, last), np.arange(self.start + first, self.start + last)
+            else:
+                own = chosen[first:last]
+                yield as_slice(own), self.start + own
 
 
 @contextmanager

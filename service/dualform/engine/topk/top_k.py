@@ -200,25 +200,23 @@ class TopK:
         queries, rows = query.cpu().numpy(), row.cpu().numpy()
         if which is not None:
             queries = which[queries]
-        cells = queries if codes is None else codes[rows].astype(np.int64) * len(self._queries)
+        cells = queries
         if codes is not None:
-            cells += queries
+            cells = codes[rows].astype(np.int64) * len(self._queries) + queries
         positions = tile.positions[rows]
-        values = np.zeros(len(rows), np.int64)
+        ids, values = tile.table.ids[positions], np.zeros(len(rows), np.int64)
         if self._distinct is not None:
             values = value_codes(self._distinct, tile.table, positions)
-        scores = np.full(len(rows), np.nan, np.float32)
-        ids = tile.table.ids[positions]
         if self._layer is None:
             scores = self._scores.in_tile(tile, queries, rows)
             found, found_errors = self._merits(scores), np.zeros(len(rows))
-            own, positions = np.unique(positions), np.full(len(rows), -1)
-        self._add(Candidates(cells, found, found_errors, ids, positions, values, scores))
-        if self._pending >= self._compress_at:
-            self._compress()
-        if self._layer is None:
-            held = np.concatenate([part.ids for part in self._parts])
+            gone = np.full(len(rows), -1)
+            self._offer(Candidates(cells, found, found_errors, ids, gone, values, scores))
+            held, own = np.concatenate([part.ids for part in self._parts]), np.unique(positions)
             self._kept.add(tile.table, own[np.isin(tile.table.ids[own], held)])
+        else:
+            scores = np.full(len(rows), np.nan, np.float32)
+            self._offer(Candidates(cells, found, found_errors, ids, positions, values, scores))
 
     def forget(self, queries: np.ndarray, first: int, last: int) -> None:
         """Drop what these queries were offered from positions first to last - 1, before these are
@@ -259,9 +257,7 @@ class TopK:
             if other._layer is not None:
                 self._kept.add(other._layer.space, np.unique(part.positions[part.positions >= 0]))
             part = replace(part, positions=np.full(len(part), -1))
-        self._add(part)
-        if self._pending >= self._compress_at:
-            self._compress()
+        self._offer(part)
 
     def result(self) -> Hits:
         """The k best rows of each query and group."""
@@ -308,6 +304,12 @@ class TopK:
     def _add(self, part: Candidates) -> None:
         self._parts.append(part)
         self._pending += len(part)
+
+    def _offer(self, part: Candidates) -> None:
+        """Add candidates, and look at all of them again where they are many."""
+        self._add(part)
+        if self._pending >= self._compress_at:
+            self._compress()
 
     def _joined(self) -> Candidates:
         if len(self._parts) != 1:

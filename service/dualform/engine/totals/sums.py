@@ -102,21 +102,12 @@ def plan(layer: Layer, prepared: PreparedSums, strategy: str) -> Way:
     whole = whole_runs(layer, prepared)
     rest = None if whole.all() else left_to_scan(layer, prepared, whole)
     rows = 0 if rest is None else int(np.count_nonzero(rest))
+    equal, no_distinct_keys = (None, None) if strategy == "scan" else _equal_keys(layer)
     refused = {
         "key_sums": _no_key_sums(layer, prepared, whole, rows),
-        "distinct_keys": None,
+        "distinct_keys": no_distinct_keys,
         "scan": None,
     }
-    equal = None
-    try:
-        equal = None if strategy == "scan" else layer.first_equal
-    except DataLossError as error:  # other strategies do without
-        refused["distinct_keys"] = str(error)
-    if layer.manifest.equal_keys is None:
-        refused["distinct_keys"] = (
-            f"the index does not know which keys of layer {layer.name!r} are equal: either few "
-            "come again, or it was built before this was looked for"
-        )
     check_strategy(strategy, refused)
     queries, all_rows = len(prepared.queries), int(np.count_nonzero(prepared.selected))
     if refused["key_sums"] is None and strategy in ("auto", "key_sums"):
@@ -150,6 +141,19 @@ def plan(layer: Layer, prepared: PreparedSums, strategy: str) -> Way:
     elif own.strategy == "distinct_keys" and strategy == "auto":
         own = replace(own, reason=f"{keys:,} distinct keys stand for {rows:,} rows")
     return Way(own, whole, rest, standing)
+
+
+def _equal_keys(layer: Layer) -> tuple[np.ndarray | None, str | None]:
+    """`Layer.first_equal`, or why distinct keys can't answer without it."""
+    if layer.manifest.equal_keys is None:
+        return None, (
+            f"the index does not know which keys of layer {layer.name!r} are equal: either few "
+            "come again, or it was built before this was looked for"
+        )
+    try:
+        return layer.first_equal, None
+    except DataLossError as error:  # other strategies do without
+        return None, str(error)
 
 
 def _no_key_sums(layer: Layer, prepared: PreparedSums, whole: np.ndarray, rows: int) -> str | None:
