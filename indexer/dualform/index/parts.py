@@ -130,12 +130,7 @@ def plan_parts(
                 f"--parts: no row has a value of column {column!r}; annotate it while recording, "
                 "or name another"
             )
-    layers = source.manifest.layers
-    numbers = 0
-    for space, groups in zip(spaces, found, strict=True):
-        parts = sum(len(own.values) for own in groups)
-        for layer in (layers[name] for name in space.layers):
-            numbers += parts * (layer.d_out * layer.d_in + (layer.d_out if layer.bias else 0))
+    numbers = _numbers(source.manifest.layers, spaces, found)
     if numbers * _MEMORY > MOST_MEMORY:
         raise ValueError(
             f"--parts {','.join(columns)}: following so many parts of all layers takes "
@@ -144,6 +139,20 @@ def plan_parts(
             "with fewer values"
         )
     return PartsPlan(found, numbers * _STORED.itemsize)
+
+
+def _numbers(
+    layers: Mapping[str, LayerSpec],
+    spaces: Sequence[Space],
+    found: Sequence[Sequence[ColumnGroups]],
+) -> int:
+    """How many numbers the parts of all layers have: a weight and a bias for each."""
+    numbers = 0
+    for space, groups in zip(spaces, found, strict=True):
+        parts = sum(len(own.values) for own in groups)
+        for layer in (layers[name] for name in space.layers):
+            numbers += parts * (layer.d_out * layer.d_in + (layer.d_out if layer.bias else 0))
+    return numbers
 
 
 def _groups(source: Recording, space: Space, column: str) -> ColumnGroups | None:
