@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from dualform.record import Recorder
 {before}
-model = nn.Sequential(nn.Linear(6, 3), nn.Conv1d(3, 2, 1))
+model = nn.Sequential(nn.Linear(6, 3), nn.ConvTranspose1d(3, 2, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 with Recorder(model, optimizer, sys.argv[1], steps=2000):
     for _ in {loop}(range(3)):
@@ -52,7 +52,7 @@ def test_seen_by_default(tmp_path: Path, before: str) -> None:
     assert LINE in line
     assert "16.38 MB needed for 2,000 steps" in line
     assert f"to {tmp_path / 'r'} (" in line
-    assert "Left out: '1' (Conv1d is of no kind that is recorded; " in line
+    assert "Left out: '1' (ConvTranspose1d is of no kind that is recorded; " in line
 
 
 def test_silence(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ class Kinds(nn.Module):
         self.head = nn.Linear(8, 10, bias=False)
         self.head.weight = self.embedding.weight
         self.attention = nn.MultiheadAttention(8, 2)
-        self.images = nn.ModuleList(nn.Conv2d(8, 8, 3) for _ in range(5))
+        self.images = nn.ModuleList(nn.ConvTranspose2d(8, 8, 3) for _ in range(5))
         self.frozen = nn.Linear(8, 8)
         self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
         self.norm = nn.LayerNorm(8)
@@ -101,7 +101,7 @@ def test_groups_with_their_reasons_and_remedies(
         ("'embedding' (an embedding looks", "nothing is missed"),
         ("'head' (tied: its weight is also embedding.weight", "name it in layers=[...]"),
         ("'attention.out_proj' (nn.MultiheadAttention multiplies", "nn.Linear of your own"),
-        ("'images.0', 'images.1', 'images.2' and 2 more (Conv2d", "write it as nn.Linear"),
+        ("'images.0', 'images.1', 'images.2' and 2 more (ConvTranspose2d", "write it as nn.Linear"),
         ("'frozen' (its weight is not among the optimizer", "give it to the optimizer"),
     ]:
         assert group in left_out

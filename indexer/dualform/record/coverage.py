@@ -105,7 +105,8 @@ def size_text(count: float) -> str:
 
 
 def _reason(name: str, module: nn.Module, reasons: Mapping[str, str], asked: bool) -> str:
-    known = reasons.get(name)
+    owner = f".{name}".partition(".parametrizations.")[0][1:]  # whose weight is computed from it
+    known = reasons.get(owner)
     if known is not None:
         return known
     if asked:

@@ -54,7 +54,7 @@ class LayerSpec:
 
     Attributes:
         name: As in `model.named_modules()`.
-        kind: "linear" or "lstm".
+        kind: "linear", "transposed_linear", "convolution" or "lstm".
         d_in: Length of a key.
         d_out: Length of a value.
         weight: Name of the weight as in `model.named_parameters()`.

@@ -60,7 +60,7 @@ class LayerInfo:
 
     Attributes:
         name: As in `model.named_modules()`.
-        kind: "linear".
+        kind: As in the recording, such as "linear".
         d_in, d_out: Sizes of key and value.
         bias: Whether the layer has one.
         rows: Rows in the layer's memory.

@@ -1,0 +1,140 @@
+"""`nn.Conv1d`, `nn.Conv2d` and `nn.Conv3d`: a product with every patch of the input.
+
+The key is a patch, [channels, *kernel] flattened, the value the negative gradient at the output's
+channels in the patch's place, and W the weight flattened to [d_out, channels * kernel]: then the
+output at a place is W key + b, and the weight's gradient the sum over patches. A row per example
+and place; `slot` is the example, `position` counts the places in the output's order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import Node
+
+from dualform.layers.base import (
+    Forward,
+    Product,
+    ProductKind,
+    ShapeError,
+    first_tensor,
+    nearest_node,
+)
+
+_Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
+_TYPES = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+class Convolution(ProductKind):
+    """Convolutions in one group, with any stride, padding and dilation."""
+
+    kind = "convolution"
+    example = "Conv1d, Conv2d, Conv3d"
+
+    @classmethod
+    def recognises(cls, module: nn.Module) -> bool:
+        return isinstance(module, _TYPES) and cls.why_not(module) is None
+
+    @classmethod
+    def why_not(cls, module: nn.Module) -> str | None:
+        if not isinstance(module, _TYPES):
+            return None
+        own = next(kind for kind in _TYPES if isinstance(module, kind))
+        here = type(module)
+        if here.forward is not own.forward or here._conv_forward is not own._conv_forward:
+            return (
+                f"{here.__name__} has a forward of its own, so what its weight multiplies is not "
+                f"known; use nn.{own.__name__}"
+            )
+        if module.groups != 1:
+            return (
+                "a convolution in groups multiplies each group by a matrix of its own, so its "
+                "rows share no key; only groups=1 is recorded"
+            )
+        return None
+
+    def shape(self, module: nn.Module) -> tuple[int, int]:
+        weight = self.weight(module)
+        return weight.shape[1:].numel(), weight.shape[0]
+
+    def weight_2d(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.flatten(1)
+
+    def keys(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> torch.Tensor | None:
+        given = first_tensor(args, kwargs)
+        return None if given is None else _patches(_convolution(module), given)[0]
+
+    def values(self, module: nn.Module, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.movedim(-1 - len(_convolution(module).kernel_size), -1)
+
+    def node(self, output: torch.Tensor, weight: torch.Tensor) -> Node | None:
+        return nearest_node(output.grad_fn, weight, direct=True)
+
+    def dual_forward(self, module: nn.Module, product: Product) -> Forward:
+        convolution = _convolution(module)
+
+        def forward(input: torch.Tensor) -> torch.Tensor:
+            patches, places = _patches(convolution, input)
+            found = product(patches).movedim(-1, -2)
+            return found.reshape(*found.shape[:-1], *places)
+
+        return forward
+
+
+def _convolution(module: nn.Module) -> _Convolution:
+    assert isinstance(module, _TYPES)
+    return module
+
+
+def _patches(module: _Convolution, x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """What the kernel sees in each place.
+
+    Args:
+        module: The convolution.
+        x: [batch, channels, *size], or without the batch.
+
+    Returns:
+        [batch, places, channels * kernel], or without the batch, and how many places there are on
+        each axis.
+
+    Raises:
+        ShapeError: The convolution takes no such tensor.
+    """
+    axes = len(module.kernel_size)
+    x = x.detach()
+    batched = x.dim() == axes + 2
+    if not (batched or x.dim() == axes + 1) or x.shape[-1 - axes] != module.in_channels:
+        raise ShapeError(
+            f"the input has shape {list(x.shape)}; {module} takes [batch, {module.in_channels}, "
+            f"{', '.join(['size'] * axes)}]"
+        )
+    x = x if batched else x[None]
+    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+    x = nn.functional.pad(x, _pads(module), mode)
+    steps = zip(module.kernel_size, module.stride, module.dilation, strict=True)
+    for axis, (size, stride, dilation) in enumerate(steps, 2):
+        reach = dilation * (size - 1) + 1
+        if x.shape[axis] < reach:
+            raise ShapeError(f"the input is smaller than the kernel of {module}")
+        x = x.unfold(axis, reach, stride)[..., ::dilation]
+    places = tuple(x.shape[2 : 2 + axes])
+    x = x.movedim(1, 1 + axes).flatten(1 + axes).flatten(1, axes)
+    return (x if batched else x[0]), places
+
+
+def _pads(module: _Convolution) -> list[int]:
+    """How much the forward pads, before and after, of the last axis first."""
+    if module.padding_mode != "zeros":
+        return module._reversed_padding_repeated_twice
+    if module.padding == "valid":
+        return [0] * (2 * len(module.kernel_size))
+    if module.padding == "same":
+        steps = zip(reversed(module.dilation), reversed(module.kernel_size), strict=True)
+        missing = [dilation * (size - 1) for dilation, size in steps]
+        return [pad for both in missing for pad in (both // 2, both - both // 2)]
+    return [pad for pad in reversed(module.padding) for _ in range(2)]  # type: ignore[misc]

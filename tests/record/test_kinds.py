@@ -1,0 +1,309 @@
+"""Every kind of layer, proven the same way: from hooks to answers, under SGD and under AdamW."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from dualform.client import Client, InvalidArgumentError, capture_queries, dual_form
+from dualform.engine import verify_index
+from dualform.index import build_index
+from dualform.record import LSTM, LayerSelectionError, Recorder
+from dualform.store.recording import Recording
+
+from .reading import keys, relative, values
+
+STEPS = 24
+
+
+class Conv1D(nn.Module):
+    """The names and shapes of transformers' class of this name, written from its description."""
+
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.nf = nf
+        self.weight = nn.Parameter(torch.randn(nx, nf) / nx**0.5)
+        self.bias = nn.Parameter(torch.zeros(nf))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight)
+        return rows.view(*x.shape[:-1], self.nf)
+
+
+class Last(nn.Module):
+    """h after every step, of a layer that gives more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = LSTM(5, 6, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.rnn(x)[0]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network, what it sees, and its layers with their kinds and rows per example."""
+
+    model: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    layers: dict[str, tuple[str, int]]
+
+
+def convolutions(*layers: nn.Module) -> Callable[[], nn.Module]:
+    def made() -> nn.Module:
+        stack: list[nn.Module] = []
+        for layer in layers:
+            fresh = copy.deepcopy(layer)
+            fresh.reset_parameters()  # type: ignore[operator]
+            stack += [fresh, nn.Tanh()]
+        return nn.Sequential(*stack)
+
+    return made
+
+
+CASES = {
+    "linear": Case(lambda: nn.Sequential(nn.Linear(5, 4)), (3, 5), {"0": ("linear", 3)}),
+    "lstm": Case(Last, (4, 5), {"rnn": ("lstm", 4)}),
+    "transposed": Case(
+        lambda: nn.Sequential(Conv1D(7, 5), nn.Tanh(), Conv1D(4, 7)),
+        (3, 5),
+        {"0": ("transposed_linear", 3), "2": ("transposed_linear", 3)},
+    ),
+    "conv2d": Case(
+        convolutions(
+            nn.Conv2d(2, 5, (3, 2), stride=(2, 1), padding=(1, 0), dilation=(1, 2)),
+            nn.Conv2d(5, 3, 1, bias=False),
+        ),
+        (2, 6, 7),
+        {"0": ("convolution", 15), "2": ("convolution", 15)},
+    ),
+    "same": Case(
+        convolutions(
+            nn.Conv2d(2, 3, (2, 4), padding="same"),
+            nn.Conv2d(3, 3, 3, padding=1, padding_mode="circular"),
+        ),
+        (2, 5, 4),
+        {"0": ("convolution", 20), "2": ("convolution", 20)},
+    ),
+    "conv1d": Case(
+        convolutions(nn.Conv1d(3, 4, 3, stride=2, padding=2, dilation=2), nn.Conv1d(4, 2, 2)),
+        (3, 9),
+        {"0": ("convolution", 5), "2": ("convolution", 4)},
+    ),
+    "conv3d": Case(
+        convolutions(nn.Conv3d(2, 3, 2, stride=(1, 2, 1), padding=(0, 1, 0))),
+        (2, 3, 4, 3),
+        {"0": ("convolution", 12)},
+    ),
+}
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "SGD": lambda m: torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3),
+    "AdamW": lambda m: torch.optim.AdamW(m.parameters(), lr=0.01, weight_decay=0.05),
+}
+
+
+def train(case: Case, optimizer: str, path: Path | None) -> nn.Module:
+    torch.manual_seed(0)
+    model = case.model()
+    own = OPTIMIZERS[optimizer](model)
+    stream = torch.Generator().manual_seed(1)
+    recorder = None if path is None else Recorder(model, own, path)
+    for step in range(STEPS):
+        x = torch.randn(4, *case.shape, generator=stream)
+        if recorder is not None:
+            recorder.annotate(part=torch.arange(4) + step)
+        own.zero_grad()
+        (model(x) - x.mean()).square().mean().backward()
+        own.step()
+    if recorder is not None:
+        recorder.close()
+    return model
+
+
+def output_rows(layer: nn.Module, output: torch.Tensor) -> torch.Tensor:
+    """[n, d_out], a row per place: channels are a convolution's second axis."""
+    if isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+        output = output.movedim(1, -1)
+    return output.detach().reshape(-1, output.shape[-1])
+
+
+# torch's own, of even kernels.
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_from_the_hooks_to_the_answers(tmp_path: Path, case: Case, optimizer: str) -> None:
+    model = train(case, optimizer, tmp_path / "recording")
+    plain = train(case, optimizer, None)
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(tensor, model.state_dict()[name]), name  # bit for bit
+
+    with Recording.open(tmp_path / "recording") as recording:
+        found = {
+            name: (spec.kind, sum(r.rows for r in recording.passes(name)) // (4 * STEPS))
+            for name, spec in recording.manifest.layers.items()
+        }
+        assert found == case.layers
+        assert not any(recording.marks.values()), recording.marks
+    build_index(tmp_path / "recording", tmp_path / "index")
+    assert verify_index(tmp_path / "index").ok
+
+    x = torch.randn(3, *case.shape)
+    with torch.no_grad():
+        primal = model(x)
+    outputs: dict[str, torch.Tensor] = {}
+    for name in case.layers:
+        model.get_submodule(name).register_forward_hook(
+            lambda layer, args, output, name=name: outputs.update({name: output})
+        )
+    queries = capture_queries(model, x)
+    assert set(queries) == set(case.layers)
+    with Client.local(tmp_path / "index") as client:
+        for name, (kind, _) in case.layers.items():
+            if kind != "lstm":  # its output is no product; see test_lstm.py
+                layer = model.get_submodule(name)
+                answer = client.dual_output(name, queries[name]).values
+                assert relative(answer, output_rows(layer, outputs[name]).numpy()) <= 1e-5
+        fresh = case.model()
+        with dual_form(fresh, client):
+            dual = fresh(x)
+        assert dual.shape == primal.shape
+        assert relative(dual.numpy(), primal.numpy()) <= 1e-5
+        if "conv" in next(iter(case.layers.values()))[0]:
+            with dual_form(fresh, client):
+                torch.testing.assert_close(fresh(x[0]), dual[0], rtol=1e-5, atol=1e-6)
+                with pytest.raises(InvalidArgumentError, match="the input has shape"):
+                    fresh(x[:, :1])
+
+
+def test_patches_and_their_values(tmp_path: Path) -> None:
+    """Keys against `F.unfold`, values against autograd's gradient at the output."""
+    torch.manual_seed(3)
+    settings = {"stride": (2, 1), "padding": (1, 2), "dilation": (1, 2)}
+    layer = nn.Conv2d(3, 4, (3, 2), **settings)  # type: ignore[arg-type]
+    model = nn.Sequential(layer)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(2, 3, 6, 5)
+    with Recorder(model, optimizer, tmp_path / "recording") as recorder:
+        recorder.annotate(label=[7, 8])
+        output = model(x)
+        output.retain_grad()
+        output.square().sum().backward()
+        optimizer.step()
+    patches = nn.functional.unfold(x, (3, 2), **settings).transpose(1, 2)  # type: ignore[arg-type]
+    assert output.grad is not None
+    gradient = output.grad.flatten(2).transpose(1, 2)
+    with Recording.open(tmp_path / "recording") as recording:
+        (record,) = recording.passes("0")
+        np.testing.assert_array_equal(keys(recording, "0", record), patches.reshape(-1, 18).numpy())
+        np.testing.assert_array_equal(
+            values(recording, "0", record), -gradient.reshape(-1, 4).numpy()
+        )
+    build_index(tmp_path / "recording", tmp_path / "index")
+    with Client.local(tmp_path / "index") as client:
+        places = output.shape[2] * output.shape[3]
+        top = client.top_k("0", patches[1, 4:5].numpy(), k=2 * places)
+        row = top.rows[0].tolist().index(places + 4)
+        assert top.columns["slot"][0][row] == 1
+        assert top.columns["position"][0][row] == 4
+        assert top.columns["label"][0][row] == 8
+
+
+def test_channels_last_and_a_frozen_weight(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Conv2d(4, 6, 3), nn.Tanh(), nn.Conv2d(6, 4, 2))
+    model = model.to(memory_format=torch.channels_last)
+    model[0].weight.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    with Recorder(model, optimizer, tmp_path / "recording", layers=["2"]):
+        for _ in range(20):
+            optimizer.zero_grad()
+            x = torch.randn(3, 4, 6, 6).to(memory_format=torch.channels_last)
+            model(x).square().mean().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            optimizer.step()
+    with Recording.open(tmp_path / "recording") as recording:
+        assert not any(recording.marks.values()), recording.marks
+    build_index(tmp_path / "recording", tmp_path / "index")
+    assert verify_index(tmp_path / "index").ok
+
+
+def test_a_wrong_gradient_is_found(tmp_path: Path) -> None:
+    """The check of the rows against the gradient can fail, for each kind that reshapes a weight."""
+    model = nn.ModuleDict({"conv": nn.Conv1d(3, 4, 2), "wide": Conv1D(4, 3)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(2, 3, 6)
+    with Recorder(model, optimizer, tmp_path / "recording"):
+        for step in range(3):
+            optimizer.zero_grad()
+            (model["conv"](x).sum() + model["wide"](x.mT.contiguous()).sum()).backward()
+            if step == 2:  # beside the layer, as by a tied use
+                nn.functional.conv1d(x, model["conv"].weight).square().sum().backward()
+                (x.mT @ model["wide"].weight).square().sum().backward()
+            optimizer.step()
+    with Recording.open(tmp_path / "recording") as recording:
+        for marks in recording.marks.values():
+            assert [mark.from_step for mark in marks] == [2]
+            assert "do not add up" in marks[0].reason
+
+
+def test_adafactor_steps_by_other_axes(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"conv": nn.Conv1d(3, 4, 2), "plain": nn.Linear(3, 4)})
+    optimizer = torch.optim.Adafactor(model.parameters(), lr=0.01)
+    x = torch.randn(2, 3, 6)
+    with Recorder(model, optimizer, tmp_path / "recording"):
+        for _ in range(3):
+            optimizer.zero_grad()
+            (model["conv"](x).square().sum() + model["plain"](x.mT).square().sum()).backward()
+            optimizer.step()
+    with Recording.open(tmp_path / "recording") as recording:
+        assert not recording.marks["plain"]
+        (mark,) = recording.marks["conv"]
+        assert "Adafactor steps by the axes of a weight" in mark.reason
+    build_index(tmp_path / "recording", tmp_path / "index")
+    assert verify_index(tmp_path / "index").ok
+
+
+class Standardised(nn.Conv2d):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._conv_forward(x, self.weight - self.weight.mean(), self.bias)
+
+
+def test_what_no_kind_takes_is_named_and_trains_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Sequential(
+        nn.Conv2d(2, 4, 1, groups=2),
+        Standardised(4, 4, 1),
+        nn.utils.parametrizations.weight_norm(nn.Conv2d(4, 4, 1)),
+        nn.ConvTranspose2d(4, 4, 1),
+        nn.Conv2d(4, 3, 2),
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Recorder(model, optimizer, tmp_path / "recording"):
+        model(torch.randn(2, 2, 4, 4)).sum().backward()  # reaches the step all the same
+        optimizer.step()
+    assert list(Recording.open(tmp_path / "recording").manifest.layers) == ["4"]
+    assert "'0' (a convolution in groups" in caplog.text
+    assert "'1' (Standardised has a forward of its own" in caplog.text
+    assert "'2.parametrizations.weight' (its weight is computed" in caplog.text
+    assert "'3' (ConvTranspose2d is of no kind" in caplog.text
+    for name, why in (("0", "only groups=1"), ("1", r"use nn\.Conv2d"), ("3", "unsupported")):
+        with pytest.raises(LayerSelectionError, match=why):
+            Recorder(model, optimizer, tmp_path / "other", layers=[name])
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_transformers_own_class(tmp_path: Path, optimizer: str) -> None:
+    library = pytest.importorskip("transformers.pytorch_utils")
+    case = Case(
+        lambda: nn.Sequential(library.Conv1D(7, 5)), (3, 5), {"0": ("transposed_linear", 3)}
+    )
+    test_from_the_hooks_to_the_answers(tmp_path, case, optimizer)
