@@ -85,30 +85,38 @@ def _match(
 ) -> list[str]:
     if isinstance(patterns, str):
         patterns = [patterns]
+    given = f"layers={list(patterns)}"
     wanted: set[str] = set()
     for pattern in patterns:
         matched = [n for n in modules if n == pattern or fnmatch.fnmatchcase(n, pattern)]
         supported = [name for name in matched if name in refusals]
-        if not supported and len(matched) == 1 and matched[0] in unsupported:
-            raise LayerSelectionError(
-                f"layers={list(patterns)}: layer {matched[0]!r} cannot be recorded: "
-                f"{unsupported[matched[0]]}"
-            )
         if not supported:
-            what = "nothing" if not matched else f"only unsupported modules ({matched[0]!r}, ...)"
             raise LayerSelectionError(
-                _nothing(f"layers={list(patterns)}: {pattern!r} matches {what}", modules, refusals)
+                _matches_nothing(given, pattern, matched, modules, refusals, unsupported)
             )
         for name in supported:
             # Named outright, a tied layer is recorded as it is; the check of every step says
             # whether its rows explain its gradient.
             refusal = refusals[name]
             if refusal is not None and not refusal.startswith("tied"):
-                raise LayerSelectionError(
-                    f"layers={list(patterns)}: layer {name!r} cannot be recorded: {refusal}"
-                )
+                raise LayerSelectionError(f"{given}: layer {name!r} cannot be recorded: {refusal}")
         wanted.update(supported)
     return [name for name in refusals if name in wanted]
+
+
+def _matches_nothing(
+    given: str,
+    pattern: str,
+    matched: Sequence[str],
+    modules: dict[str, nn.Module],
+    refusals: dict[str, str | None],
+    unsupported: dict[str, str],
+) -> str:
+    """What to say of a pattern that names no layer of a kind that is recorded."""
+    if len(matched) == 1 and matched[0] in unsupported:
+        return f"{given}: layer {matched[0]!r} cannot be recorded: {unsupported[matched[0]]}"
+    what = "nothing" if not matched else f"only unsupported modules ({matched[0]!r}, ...)"
+    return _nothing(f"{given}: {pattern!r} matches {what}", modules, refusals)
 
 
 def _refusal(
