@@ -301,7 +301,14 @@ class Recording:
         except Exception as error:  # safetensors has errors of its own, and its readers' others
             what = f"not a state ({error})"
             raise DamagedError(directory / entry.name, what, RERECORD) from None
-        for spec in self.manifest.layers.values():
+        layers = self.manifest.layers.values()
+        known = {name for spec in layers for name in spec.parameters}
+        # What belongs to an optimizer has a colon: "momentum:<parameter>".
+        strange = [name for name in state if name not in known and ":" not in name]
+        if strange:
+            what = f"it holds {', '.join(strange[:3])}, which the manifest does not name"
+            raise DamagedError(directory / entry.name, what, RERECORD)
+        for spec in layers:
             shapes = {spec.weight: (spec.d_out, spec.d_in), spec.bias: (spec.d_out,)}
             for name, shape in shapes.items():
                 own = shape if name not in state else state[name].shape

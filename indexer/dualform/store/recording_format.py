@@ -319,6 +319,12 @@ def _segment_table(data: Fields, layers: Sequence[LayerSpec]) -> SegmentTable:
         for file in files:
             if "/" in file.name or not file.name.startswith(start):
                 raise wrong(f"{called}.name", file.name, f"the name of a file {start}*")
+    for i, (step, file) in enumerate(table.states):
+        name = segment_name(number, f"state-{step}.safetensors")
+        if file.name != name:
+            raise wrong(f"states[{i}].file.name", file.name, name)
+        if i and step <= table.states[i - 1][0]:
+            raise wrong(f"states[{i}].step", step, "after the one before it")
     return replace(table, passes=_passes(data.object("passes"), layers, table))
 
 
