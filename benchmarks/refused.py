@@ -53,6 +53,7 @@ def main() -> None:
         begin = time.monotonic()
         for number in range(arguments.requests + 1):
             if number in (0, 10, 100) or number % 1000 == 0:
+                time.sleep(3)  # what was given up ends
                 minutes = (time.monotonic() - begin) / 60
                 resident_mb = resident(server.pid)
                 print(f"{number:6} requests  {resident_mb:7.0f} MB  {minutes:5.1f} min", flush=True)

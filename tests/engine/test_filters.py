@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dualform.engine.errors import InvalidArgumentError
+from dualform.engine.errors import CancelledError, InvalidArgumentError
 from dualform.engine.rows import bitmaps
 from dualform.engine.rows.bitmaps import Bitmaps
 from dualform.engine.rows.filters import MAX_DEPTH, evaluate
@@ -225,3 +225,25 @@ def test_in_finds_numbers_whatever_their_type(column: str) -> None:
         assert both(where, columns).tolist() == expected, literal
         negated = [x is not None and x != literal for x in EXTREMES[column]]
         assert both(pb.Filter(negated=where), columns).tolist() == negated, literal
+
+
+def test_who_gives_up_waits_for_one_comparison_at_most() -> None:
+    rows, parts = 200_000, 1000
+    column = pa.array(np.arange(rows))
+    values = [pb.Value(int64_value=value) for value in range(60)]
+    one = pb.Comparison(column="step", operator=pb.OPERATOR_IN, values=values)
+    where = pb.Filter(any_of=pb.FilterList(filters=[pb.Filter(comparison=one)] * parts))
+    asked = 0
+
+    def stop() -> bool:
+        nonlocal asked
+        asked += 1
+        return asked > 3
+
+    with pytest.raises(CancelledError):
+        evaluate(where, {"step": column}, stop=stop)
+    assert asked == 4
+    allocated = pa.total_allocated_bytes()
+    few = pb.Filter(any_of=pb.FilterList(filters=where.any_of.filters[:100]))
+    assert evaluate(few, {"step": column}).sum() == 60
+    assert pa.total_allocated_bytes() - allocated < rows

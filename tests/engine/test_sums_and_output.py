@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from rows_read import rows_read
 from synthetic import make_index
 
 from dualform.engine import Index
@@ -87,13 +88,18 @@ def test_sums_match_float64(
         assert sums.counts[g] == own.sum()
 
 
-def test_sums_of_whole_runs_need_no_scan(index: Index, arrays: dict[str, np.ndarray]) -> None:
+def test_sums_of_whole_runs_need_no_scan(
+    index: Index, arrays: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def stop() -> bool:
         raise AssertionError("a tile was read")
 
     label = comparison("label", pb.OPERATOR_GE, 2)
     whole = index.sums("fc", arrays["queries"], "label", stop=stop)
-    kept = index.sums("fc", arrays["queries"], "label", where=label, stop=stop)
+    # Filters ask it too, so that a filter's sums show it by the rows that they read.
+    filtered = lambda: index.sums("fc", arrays["queries"], "label", where=label)  # noqa: E731
+    assert rows_read(monkeypatch, filtered) == 0
+    kept = filtered()
     np.testing.assert_array_equal(kept.values[:, 2:], whole.values[:, 2:])
     assert not kept.values[:, :2].any()
     # Queries and keys without a sign to drop: the absolute sum is the signed one.

@@ -9,6 +9,7 @@ import grpc
 import numpy as np
 import pytest
 
+from dualform.engine.api.index import Index
 from dualform.serve import ServerLimits
 from dualform.v1 import attribution_pb2 as pb
 
@@ -279,3 +280,29 @@ def test_a_request_over_the_message_limit(digits_index: Path) -> None:
         assert caught.value.code() == TOO_MUCH
         assert "larger than max" in caught.value.details()
         assert served.stub.ListIndexes(pb.ListIndexesRequest()).limits.max_message_bytes == 1 << 20
+
+
+def test_a_layer_named_twice_is_refused_before_anything_is_computed(digits_server: Served) -> None:
+    request = pb.ExplainRequest(k=1)
+    for _ in range(2000):
+        request.layers.add(layer="2", queries=tensor(good(digits_server, 1)))
+    refused = refusal(lambda: digits_server.stub.Explain(request))
+    assert (refused.code, refused.fields) == (INVALID, ["layers"])
+    assert "twice" in refused.message
+
+
+def test_groups_that_fit_no_answer_are_refused_before_anything_is_computed(
+    digits_index: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: Any) -> Any:
+        raise AssertionError("computed all the same")
+
+    with serving({"i": digits_index}, ServerLimits(max_message_mib=1)) as served:
+        queries = tensor(good(served, 1))
+        monkeypatch.setattr(Index, "ask", never)
+        # 8 bytes each as request and as sums fit 1 MiB; with counts and edges they do not.
+        bins = np.arange(60_000, dtype=np.float64)
+        request = pb.SumsRequest(layer="2", group_by="step", queries=queries, bins=bins)
+        refused = refusal(lambda: served.stub.Sums(request))
+        assert (refused.code, refused.reason) == (TOO_MUCH, "ANSWER_TOO_LARGE")
+        assert "fewer bins" in refused.message

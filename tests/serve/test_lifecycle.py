@@ -227,6 +227,27 @@ def test_reflection_describes_the_service(index: Path) -> None:
         ]
 
 
+def test_reflection_answers_under_its_newer_name_too(index: Path) -> None:
+    with serving({"i": index}) as served:
+        name = "grpc.reflection.v1.ServerReflection"
+        call = served.channel.stream_stream(f"/{name}/ServerReflectionInfo")
+        request = reflection_pb2.ServerReflectionRequest(list_services="")
+        answer = next(iter(call(iter([request.SerializeToString()]), timeout=10)))
+        found = reflection_pb2.ServerReflectionResponse.FromString(answer)
+        listed = {own.name for own in found.list_services_response.service}
+        assert listed >= {SERVICE, name}
+
+
+@pytest.mark.skipif(not hasattr(health_pb2, "HealthListRequest"), reason="stubs without List")
+def test_health_lists_what_is_served(index: Path) -> None:
+    with serving({"i": index}) as served:
+        stub: Any = health_pb2_grpc.HealthStub(served.channel)
+        listed = stub.List(health_pb2.HealthListRequest(), timeout=10).statuses
+        assert {name: own.status for name, own in listed.items()} == dict.fromkeys(
+            ("", SERVICE, "dualform.index.i"), SERVING
+        )
+
+
 SCRIPT = """
 import sys, pathlib
 from dualform.serve import ServerConfig, run

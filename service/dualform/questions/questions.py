@@ -6,6 +6,7 @@ on an index (its layers, columns, units and steps) is checked by what uses the f
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -193,6 +194,13 @@ class ExplainQuestion(Question):
     def check(self) -> None:
         if not self.layers:
             raise QuestionError("no layers; name at least one, with queries", field="layers")
+        names = [name for name, _ in self.layers]
+        if len(set(names)) < len(names):
+            again = Counter(names).most_common(1)[0][0]
+            raise QuestionError(
+                f"layer {again!r} is there twice; send all its queries in one batch",
+                field="layers",
+            )
         if self.k is not None and self.k < 0:
             raise QuestionError(f"k is {self.k}; it must not be negative", field="k")
         if not (self.k or self.group_by or self.output):

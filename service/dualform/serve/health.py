@@ -29,7 +29,7 @@ class HealthBoard:
         self._catalog = catalog
         # Published stubs of this module do not know its asyncio half.
         module: Any = health
-        self._servicer = module.aio.HealthServicer()
+        self._servicer = _listing(module.aio.HealthServicer)()
         self._shown: set[str] = set()
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -54,6 +54,23 @@ class HealthBoard:
     async def drain(self) -> None:
         """NOT_SERVING for good: load balancers send nothing new."""
         await self._servicer.enter_graceful_shutdown()
+
+
+def _listing(servicer: Any) -> Any:
+    """The servicer with `List`, where the installed stubs have it and it does not."""
+
+    class Listing(servicer):  # type: ignore[misc]
+        async def List(self, request: Any, context: Any) -> Any:
+            statuses: Any = self._server_status
+            module: Any = health_pb2
+            answers = {
+                name: health_pb2.HealthCheckResponse(status=status)
+                for name, status in statuses.items()
+                if status != health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+            }
+            return module.HealthListResponse(statuses=answers)
+
+    return Listing
 
 
 def _status(healthy: bool) -> health_pb2.HealthCheckResponse.ServingStatus.ValueType:

@@ -15,7 +15,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 import grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from dualform.engine.errors import CancelledError
 from dualform.engine.messages.catalog import Catalog, Limits
@@ -37,6 +37,8 @@ LAST_WRITES_S = 2.0
 MOST_CALLS_OF_A_CONNECTION = 256
 # Health checks and reflection included; whatever is beyond is refused before it is read.
 MOST_CALLS = 2048
+_REFLECTED = (SERVICE.full_name, HEALTH_SERVICE, reflection.SERVICE_NAME)
+_REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
 # What a running server cannot take over.
 _FIXED = ("listen", "device", "limits", "insecure", "open_health", "metrics", "log")
 
@@ -115,10 +117,9 @@ class Server:
             (attribution_handlers(self._catalog, self._scans, self._calls),)
         )
         self._health.add_to(self._server)
-        reflection.enable_server_reflection(
-            (SERVICE.full_name, HEALTH_SERVICE, reflection.SERVICE_NAME), self._server
-        )
-        await self._health.refresh()
+        reflection.enable_server_reflection(_REFLECTED, self._server)
+        self._server.add_generic_rpc_handlers((_reflection_v1(),))
+        await self._refresh()
         listen = self._config.listen
         taken = _taken(self._config.host, self._config.port)
         port = 0 if taken else self._add_port(listen)
@@ -217,6 +218,18 @@ class Server:
             else:
                 _LOG.error("index %s is damaged: %s", name, damage)
             await self._refresh()
+
+
+def _reflection_v1() -> grpc.GenericRpcHandler[Any, Any]:
+    """grpc.reflection.v1: its messages are those of v1alpha, byte for byte, under another name."""
+    module: Any = reflection
+    servicer = module.aio.ReflectionServicer((*_REFLECTED, _REFLECTION_V1))
+    handler = grpc.stream_stream_rpc_method_handler(
+        servicer.ServerReflectionInfo,
+        request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
+        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    return grpc.method_handlers_generic_handler(_REFLECTION_V1, {"ServerReflectionInfo": handler})
 
 
 def _taken(host: str, port: int) -> bool:

@@ -50,7 +50,7 @@ def explain(
     best = total = output = counted = None
     if column is not None:
         asked = SumsQuestion(name, queries, column, absolute=question.absolute, where=where)
-        counted = prepare_sums(layer, asked)
+        counted = prepare_sums(layer, asked, stop)
     if question.output:
         wanted = OutputQuestion(name, queries, where=where, group_by=column)
         output, total = _output(opened, layer, wanted, counted, stop)
@@ -76,7 +76,7 @@ def _output(
     stop: Stop | None,
 ) -> tuple[DualOutput, Sums | None]:
     """The output, and with it the sums where its scan takes them along."""
-    prepared = prepare_output(opened, layer, question)
+    prepared = prepare_output(opened, layer, question, stop)
     plan = outputs.plan(layer, prepared, Coverage.of(layer, prepared.selected).rows)
     if counted is None or plan.strategy != "scan":
         found = opened.outputs.answer(layer, prepared, stop)

@@ -30,7 +30,7 @@ def top_k(opened: Opened, layer: Layer, question: TopKQuestion, stop: Stop | Non
     """
     queries = query_tensor(layer, question.queries)
     ranking, end = _ranking(opened, layer, question)
-    selected = layer.space.select(question.where, before_step=end)
+    selected = layer.space.select(question.where, end, stop)
     whole = selected is layer.space.everything
     faiss: str | None = "this process scans with torch alone"
     if opened.use_faiss:

@@ -38,17 +38,17 @@ def sums(opened: Opened, layer: Layer, question: SumsQuestion, stop: Stop | None
 
     A key that is not finite makes its group's total NaN: nothing is left out silently.
     """
-    counted = prepare_sums(layer, question)
+    counted = prepare_sums(layer, question, stop)
     way = totals.plan(layer, counted.prepared, question.strategy)
     found = totals.total_weights(layer, counted.prepared, way, opened.device, stop)
     return sums_result(layer, counted, found, way.plan)
 
 
-def prepare_sums(layer: Layer, question: SumsQuestion) -> CountedSums:
+def prepare_sums(layer: Layer, question: SumsQuestion, stop: Stop | None) -> CountedSums:
     """A question for sums, its column, edges and filter looked up."""
     queries, column = query_tensor(layer, question.queries), question.group_by
     grouping = layer.space.grouping(column)
-    selected = layer.space.select(question.where)
+    selected = layer.space.select(question.where, stop=stop)
     if question.bins is None:
         runs, counts = layer.space.run_codes(column), layer.space.count(column, selected)
     else:
@@ -80,18 +80,20 @@ def dual_output(
     to (docs/decisions, 7 and 8); whole groups of a column whose parts are stored come in one
     product each; everything else is a scan.
     """
-    prepared = prepare_output(opened, layer, question)
+    prepared = prepare_output(opened, layer, question, stop)
     plan = outputs.plan(layer, prepared, Coverage.of(layer, prepared.selected).rows)
     found = opened.outputs.answer(layer, prepared, stop)
     return output_result(layer, question, prepared, found, plan)
 
 
-def prepare_output(opened: Opened, layer: Layer, question: OutputQuestion) -> PreparedOutput:
+def prepare_output(
+    opened: Opened, layer: Layer, question: OutputQuestion, stop: Stop | None
+) -> PreparedOutput:
     """A question for an output, its step, column and filter looked up."""
     queries, column = query_tensor(layer, question.queries), question.group_by
     end = last_step(layer, opened.ledger, question.at_step)
     before = None if question.at_step is None else end
-    selected = layer.space.select(question.where, before_step=before)
+    selected = layer.space.select(question.where, before, stop)
     return PreparedOutput(
         queries=queries,
         at_step=question.at_step,

@@ -13,6 +13,7 @@ from typing import Any
 from dualform.engine.api.index import Index
 from dualform.engine.api.results import DualOutput, Sums, TopK
 from dualform.engine.errors import CancelledError, EngineError, ResourceExhaustedError
+from dualform.engine.memory.layer import Layer
 from dualform.engine.memory.shards import Stop
 from dualform.engine.messages import responses, wire
 from dualform.engine.messages.limits import Limits
@@ -29,6 +30,8 @@ from dualform.questions import (
 from dualform.v1 import attribution_pb2 as pb
 
 _PAYLOADS_AT_ONCE = 64
+# A group's count and its place among the groups' values.
+_GROUP_BYTES = 8 + 9
 
 
 def about_rows(index: Index, question: RowsQuestion, limits: Limits, stop: Stop | None) -> Any:
@@ -42,6 +45,7 @@ def check_size(index: Index, question: RowsQuestion, limits: Limits) -> int:
     limits.check_queries(len(question.queries))
     wire.check_filter(question.where)
     groups = index.group_count(question.layer, question.group_by)
+    beside = _group_bytes(index.layer(question.layer), question.group_by)
     layer, remedy = index.layer(question.layer), "grouped by a column with fewer values"
     if isinstance(question, TopKQuestion):
         limits.check_k(question.k)
@@ -53,11 +57,12 @@ def check_size(index: Index, question: RowsQuestion, limits: Limits) -> int:
     elif isinstance(question, SumsQuestion):
         if question.bins is not None:
             groups, remedy = len(question.bins), "with fewer bins"
+            beside = groups * _GROUP_BYTES
         size = groups * 8
     else:
         # Beside the values travel the initial part, and the trained layer's output or the residual.
         size = (groups + 2) * layer.d_out * 4
-    limits.check_answers(len(question.queries), size, remedy)
+    limits.check_answers(len(question.queries), size, remedy, beside)
     return size
 
 
@@ -88,7 +93,7 @@ def explain(
         per_query = k * responses.hit_bytes(layer) + (8 * groups if column else 0)
         if question.output:
             per_query += 4 * layer.d_out * (groups + 2)
-        size += len(queries) * per_query
+        size += len(queries) * per_query + _group_bytes(layer, column)
     limits.check_answer(size, "ask for fewer layers or queries at a time, or with a smaller k")
     response = pb.ExplainResponse()
     found = index.explain_layers(question, stop)
@@ -134,6 +139,14 @@ def examples(
             elif payload is not None:
                 example.data = payload
     return response
+
+
+def _group_bytes(layer: Layer, column: str | None) -> int:
+    """What the groups themselves add to an answer: their values and counts."""
+    if not column:
+        return 0
+    values = layer.space.grouping(column).values
+    return int(values.nbytes) + len(values) * _GROUP_BYTES
 
 
 @contextmanager

@@ -71,16 +71,19 @@ class Limits:
                 reason="ANSWER_TOO_LARGE",
             )
 
-    def check_answers(self, n: int, per_query: int, otherwise: str) -> None:
+    def check_answers(self, n: int, per_query: int, otherwise: str, beside: int = 0) -> None:
         """`check_answer` for n queries of `per_query` bytes each, saying how many would fit.
 
         Args:
             n: Queries in the request.
             per_query: Bytes that each adds to the answer.
             otherwise: Another way to ask for less, such as "with a smaller k".
+            beside: Bytes that are there once, however many queries.
         """
-        fits = self.max_message_bytes // max(1, per_query)  # nothing where there is no group
+        fits = max(0, self.max_message_bytes - beside) // max(
+            1, per_query
+        )  # nothing where there is no group
         remedy = f"ask with at most {fits:,} queries at a time, or {otherwise}"
         if fits == 0:
             remedy = f"not even one query's answer fits; ask {otherwise}"
-        self.check_answer(n * per_query, remedy)
+        self.check_answer(beside + n * per_query, remedy)

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dualform.engine.errors import InvalidArgumentError
+from dualform.engine.errors import CancelledError, InvalidArgumentError
 from dualform.engine.rows.bitmaps import Bitmaps, unpacked
 from dualform.v1 import attribution_pb2 as pb
 
@@ -38,7 +38,10 @@ Find = Callable[[str], Bitmaps | None]
 
 
 def evaluate(
-    where: pb.Filter, columns: Mapping[str, pa.Array], bitmaps: Find = lambda name: None
+    where: pb.Filter,
+    columns: Mapping[str, pa.Array],
+    bitmaps: Find = lambda name: None,
+    stop: Callable[[], bool] | None = None,
 ) -> np.ndarray:
     """Which rows a filter selects.
 
@@ -46,6 +49,7 @@ def evaluate(
         where: The filter; one without a kind selects everything.
         columns: Equally long arrays by name: int64, float64, string (also as dictionary), bool.
         bitmaps: Of columns that have any: the same answer for less.
+        stop: Asked before each comparison.
 
     Returns:
         bool [rows].
@@ -53,8 +57,15 @@ def evaluate(
     Raises:
         InvalidArgumentError: Unknown column, a literal of the wrong type, wrong number of values,
             nested too deeply.
+        CancelledError: `stop` returned True.
     """
-    return unpacked(_evaluate(where, columns, bitmaps, 0))
+
+    def find(name: str) -> Bitmaps | None:
+        if stop is not None and stop():
+            raise CancelledError("the caller gave up; the filter stopped between two comparisons")
+        return bitmaps(name)
+
+    return unpacked(_evaluate(where, columns, find, 0))
 
 
 def _evaluate(
@@ -68,9 +79,11 @@ def _evaluate(
     if kind == "negated":
         return pc.invert(_evaluate(where.negated, columns, bitmaps, depth + 1))
     if kind in ("all_of", "any_of"):
-        parts = [_evaluate(f, columns, bitmaps, depth + 1) for f in getattr(where, kind).filters]
-        if not parts:
+        filters = getattr(where, kind).filters
+        if not filters:
             raise _refuse(f"{kind} holds no filters; leave it out, or give it one")
+        # One after the other: of a thousand parts two are in memory.
+        parts = (_evaluate(f, columns, bitmaps, depth + 1) for f in filters)
         return reduce(pc.and_kleene if kind == "all_of" else pc.or_kleene, parts)
     rows = len(next(iter(columns.values())))
     return pa.array(np.ones(rows, bool))

@@ -69,13 +69,21 @@ class Table:
                 self._groupings[column] = group(self.columns[column])
             return self._groupings[column]
 
-    def select(self, where: pb.Filter | None, before_step: int | None = None) -> np.ndarray:
-        """Which rows take part.
+    def select(
+        self,
+        where: pb.Filter | None,
+        before_step: int | None = None,
+        stop: Callable[[], bool] | None = None,
+    ) -> np.ndarray:
+        """Which rows take part; `stop` is asked before each comparison.
 
         Returns:
             bool [total], by position.
         """
-        mask = self.everything if where is None else evaluate(where, self.columns, self.bitmaps_of)
+        if where is None:
+            mask = self.everything
+        else:
+            mask = evaluate(where, self.columns, self.bitmaps_of, stop)
         return mask if before_step is None else mask & (self.steps < before_step)
 
     def bitmaps_of(self, column: str) -> Bitmaps | None:
