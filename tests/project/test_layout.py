@@ -186,6 +186,17 @@ def test_importing_the_client_loads_neither_torch_nor_faiss() -> None:
     assert done.stdout.strip() == "[]", done.stderr
 
 
+def test_the_kinds_of_layers_need_torch_alone() -> None:
+    """The client asks them, and beside a model there may be torch and no more."""
+    program = (
+        "import sys, dualform.layers; "
+        "print([m for m in ('faiss', 'pyarrow', 'pandas', 'xxhash', 'transformers', "
+        "'dualform.record', 'dualform.store') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
 def test_every_part_is_typed() -> None:
     for folder in FOLDERS:
         for part in (ROOT / folder / "dualform").iterdir():
