@@ -131,7 +131,7 @@ class _Metrics:
             import prometheus_client as prometheus
         except ImportError:
             raise ConfigError(
-                "metrics need prometheus-client: pip install prometheus-client"
+                "metrics need prometheus-client: pip install 'dualform[metrics]'"
             ) from None
         self._prometheus = prometheus
         registry = self._registry = prometheus.CollectorRegistry()
