@@ -122,24 +122,34 @@ def test_without_values(tmp_path: Path) -> None:
             assert (caught.value.reason, caught.value.field) == ("NO_VALUES", "layer")
 
 
+class Foreign(torch.optim.SGD):
+    """Steps by the sign of the gradient: of no family that is known."""
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(group["lr"] * p.grad.sign())
+
+
 def test_of_an_inexact_layer(tmp_path: Path) -> None:
     model = nn.Sequential()
     model.add_module("fc", nn.Linear(D_IN, D_OUT))
-    optimizer = torch.optim.Adam(model.parameters())
+    optimizer = Foreign(model.parameters(), lr=0.1)
     with Recorder(model, optimizer, tmp_path / "recording"):
         for _ in range(3):
             optimizer.zero_grad()
             model(torch.randn(4, D_IN)).square().sum().backward()
             optimizer.step()
     build_index(tmp_path / "recording", tmp_path / "index")
-    with serving({"adam": tmp_path / "index"}) as address, Client(address) as remote:
+    with serving({"foreign": tmp_path / "index"}) as address, Client(address) as remote:
         (mark,) = remote.index().layers["fc"].inexact
         for client in (remote, Client.local(tmp_path / "index")):
             with pytest.raises(FailedPreconditionError) as caught:
                 ask_unit_0(client)
             assert (caught.value.reason, caught.value.field) == ("INEXACT", "layer")
             assert mark.reason in str(caught.value)
-            assert "Adam" in str(caught.value)
+            assert "Foreign" in str(caught.value)
 
 
 def test_a_ranking_that_the_server_does_not_know(server: str) -> None:

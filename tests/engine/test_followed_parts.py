@@ -116,7 +116,7 @@ def test_who_waits_may_give_up(adamw_index: Path, passes: Passes) -> None:
 
 def test_who_waits_takes_over_from_one_that_gave_up(adamw_index: Path, passes: Passes) -> None:
     with Index.open(adamw_index, device="cpu") as index:
-        one, two = _together(index, passes, lambda: True, lambda: False)
+        one, two = _together(index, passes, passes.began.is_set, lambda: False)
         assert isinstance(one.exception(), CancelledError)
         np.testing.assert_array_equal(two.result(), _ask(index, 0))
         assert passes.count == 2

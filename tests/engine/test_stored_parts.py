@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import digits
 import numpy as np
@@ -16,6 +18,8 @@ from safetensors.numpy import load_file, save
 from dualform.client import Client, parse_filter
 from dualform.engine import Index, verify_index
 from dualform.engine.errors import DataLossError, InvalidArgumentError
+from dualform.engine.memory.shards import Shard
+from dualform.engine.totals import followed
 from dualform.index import build_index
 from dualform.store import IndexManifest
 from dualform.store.files import FileEntry, write_atomic, write_sealed
@@ -56,8 +60,15 @@ def queries(layer: str, count: int) -> np.ndarray:
     return np.random.default_rng(2).standard_normal((count, d_in)).astype(np.float32)
 
 
-def no_tile() -> bool:
-    raise AssertionError("a row was read")
+@contextmanager
+def no_row_is_read() -> Iterator[None]:
+    """Neither tile by tile nor step by step."""
+    wrong = AssertionError("a row was read")
+    with (
+        mock.patch.object(Shard, "tiles", side_effect=wrong),
+        mock.patch.object(followed, "steps_in_order", side_effect=wrong),
+    ):
+        yield
 
 
 def parts_by_a_loop(recording: Path, layer: str) -> tuple[np.ndarray, np.ndarray]:
@@ -103,8 +114,8 @@ def test_groups_are_a_float64_loops(recording: Path, published: Path, layer: str
     x = queries(layer, 20)
     expected = np.einsum("goi,ni->ngo", weights, x.astype(np.float64)) + biases
     terms = np.einsum("goi,ni->ngo", np.abs(weights), np.abs(x)) + np.abs(biases)
-    with Index.open(published, device="cpu") as index:
-        found = index.dual_output(layer, x, group_by="label", stop=no_tile)
+    with Index.open(published, device="cpu") as index, no_row_is_read():
+        found = index.dual_output(layer, x, group_by="label")
     assert found.plan is not None
     assert found.plan.strategy == "parts"
     assert found.groups is not None
@@ -138,10 +149,9 @@ def test_they_are_the_scans(
             weight = np.abs(load_file(published / file.name)[f"{layer}.weight"]).sum(0)
             initial = load_file(published / index.layers[layer].manifest.initial.name)
             terms = np.abs(x) @ (weight + np.abs(initial[f"{layer}.weight"])).T
-            found = index.dual_output(
-                layer, x, where=mask, group_by=column, stop=no_tile, strategy="parts",
-            )  # fmt: skip
-            auto = index.dual_output(layer, x, where=mask, group_by=column, stop=no_tile)
+            with no_row_is_read():
+                found = index.dual_output(layer, x, where=mask, group_by=column, strategy="parts")
+                auto = index.dual_output(layer, x, where=mask, group_by=column)
             scan = index.dual_output(layer, x, where=mask, group_by=column, strategy="scan")
             np.testing.assert_array_equal(auto.values, found.values)
             bound = terms if column is None else terms[:, None]
