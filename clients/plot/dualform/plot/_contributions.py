@@ -107,7 +107,9 @@ def contributions(
                 "all tasks, or leave rows out with where=",
                 field="tasks",
             )
-    if residual is not None:
+    # Of the trained layer the total is that of the lines, and what no row explains is too small to
+    # be seen (max_residual); after some steps the total starts from weights that training kept.
+    if residual is not None and at_step is not None:
         names.append("rounding")
         lines.append(residual[0])
     names.append("total")
