@@ -35,6 +35,7 @@ from dualform.client import (
 )
 from dualform.engine.errors import CancelledError as EngineCancelledError
 from dualform.engine.messages.catalog import Catalog
+from dualform.store.index import VERSION
 
 from .memory import D_IN, Memory
 from .serving import free_port, serving
@@ -210,7 +211,7 @@ def test_an_index_from_a_newer_version(tmp_path: Path, memory: Memory) -> None:
     newer = tmp_path / "newer"
     shutil.copytree(memory.path, newer)
     manifest = json.loads((newer / "manifest.json").read_text())
-    manifest["version"] += 1
+    manifest["version"] = VERSION + 1
     (newer / "manifest.json").write_text(json.dumps(manifest))
     with Client.local(newer) as client, pytest.raises(FailedPreconditionError, match="upgrade"):
         client.top_k("fc", ONE)
