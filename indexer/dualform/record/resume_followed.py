@@ -120,7 +120,9 @@ class _Followed:
         self._noise += magnitudes.double() * (abs(row.scale) * _UNIT)
         self._trajectory.step(row.settings, row.first, gradient, [(self._part, gradient)])
         for name, tensor in self._state().items():
-            torch.maximum(self._largest[name], tensor.abs(), out=self._largest[name])
+            # A momentum buffer is there from the first step on that fills it.
+            largest = self._largest.setdefault(name, torch.zeros_like(tensor))
+            torch.maximum(largest, tensor.abs(), out=largest)
 
     def agrees(self, real: Mapping[str, torch.Tensor]) -> bool:
         """Whether what there is now is what was followed, where that can be told."""
