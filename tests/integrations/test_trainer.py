@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,15 @@ def llama() -> Any:
         tie_word_embeddings=False,
     )
     return transformers.LlamaForCausalLM(config)
+
+
+@pytest.fixture(autouse=True)
+def accelerate_forgets() -> Iterator[None]:
+    """Trainer's settings of devices and precision are accelerate's for the whole process."""
+    yield
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 class Sequences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
