@@ -126,8 +126,8 @@ def build_index(
 def layer_encodings(records: Sequence[PassRecord]) -> tuple[Encoding, Encoding]:
     """Of a layer's keys and values: that of its passes, or float32 where they have several."""
     spans = ([record.keys for record in records], [record.values for record in records])
-    names = [{span.encoding for span in own if span is not None} for own in spans]
-    keys, values = (encoding(own.pop()) if len(own) == 1 else FLOAT32 for own in names)
+    names = [{span.encoding for span in side if span is not None} for side in spans]
+    keys, values = (encoding(found.pop()) if len(found) == 1 else FLOAT32 for found in names)
     return keys, values
 
 
@@ -231,7 +231,7 @@ class _Build:
                     for name in space.layers:
                         shard = self._write_layer(writer, layers[name], space, order, start, stop)
                         pending[name].append(shard)
-        self._finish({name: tuple(p.result() for p in own) for name, own in pending.items()})
+        self._finish({name: tuple(p.result() for p in shards) for name, shards in pending.items()})
 
     def _rows_per_shard(self, space: Space) -> int:
         """The rows of a shard: fewer than asked for where a file would outgrow its bytes."""
@@ -310,8 +310,8 @@ class _Build:
 
         def fill_keys(file: ShardFile) -> None:
             with BackgroundWorker() as background:
-                for _, own, rows in pieces(values=False):
-                    where = order.positions[own]
+                for _, inside, rows in pieces(values=False):
+                    where = order.positions[inside]
                     background.submit(study, where, rows)
                     file.put(where, rows)
                 if hashes is not None:
@@ -320,16 +320,16 @@ class _Build:
         def fill_values(file: ShardFile) -> None:
             row_sum = self._row_sums.get(layer.name)
 
-            def add(step: int, own: slice, rows: np.ndarray) -> None:
+            def add(step: int, inside: slice, rows: np.ndarray) -> None:
                 assert row_sum is not None
-                keys = keys_file.take(order.positions[own])
-                row_sum.add(step, keys, encodings[1].widen(rows), order.parts[:, own])
+                keys = keys_file.take(order.positions[inside])
+                row_sum.add(step, keys, encodings[1].widen(rows), order.parts[:, inside])
 
             with BackgroundWorker() as background:
-                for record, own, rows in pieces(values=True):
+                for record, inside, rows in pieces(values=True):
                     if row_sum is not None:
-                        background.submit(add, record.step, own, rows)
-                    file.put(order.positions[own], rows)
+                        background.submit(add, record.step, inside, rows)
+                    file.put(order.positions[inside], rows)
 
         rows = stop - start
         name = shard_file(layer.name, number, "keys.faiss")
@@ -408,11 +408,11 @@ class _Build:
         self, spec: LayerSpec, space: int
     ) -> tuple[FileEntry | None, tuple[StoredParts, ...]]:
         """What all rows add up to, and the parts of it that are kept."""
-        own = self._row_sums.pop(spec.name, None)
-        total = None if own is None else own.result()
-        if own is None or total is None:
+        row_sum = self._row_sums.pop(spec.name, None)
+        total = None if row_sum is None else row_sum.result()
+        if row_sum is None or total is None:
             return None, ()
-        parts = write_parts(self._directory, spec, self._parts.spaces[space], own.parts())
+        parts = write_parts(self._directory, spec, self._parts.spaces[space], row_sum.parts())
         return self._write_state(spec, "rebuilt", total), parts
 
     def _write_array(self, name: str, array: np.ndarray) -> FileEntry:
@@ -424,12 +424,12 @@ class _Build:
     def _read(self, record: PassRecord, layer: LayerSpec, *, values: bool) -> np.ndarray:
         """A pass's keys or values, as the index stores them."""
         if values:
-            rows, own = self._source.stored_values(record), record.values
+            rows, span = self._source.stored_values(record), record.values
         else:
-            rows, own = self._source.stored_keys(record), record.keys
-        assert own is not None
-        if own.encoding != self._encodings[layer.name][values].name:
-            rows = encoding(own.encoding).widen(rows)
+            rows, span = self._source.stored_keys(record), record.keys
+        assert span is not None
+        if span.encoding != self._encodings[layer.name][values].name:
+            rows = encoding(span.encoding).widen(rows)
         return rows.reshape(record.rows, layer.d_out if values else layer.d_in)
 
     def _advance(self, size: int) -> None:

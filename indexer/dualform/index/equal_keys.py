@@ -50,9 +50,9 @@ class EqualKeysWriter:
         self._first = np.empty(0, first_dtype(rows))  # where each was seen first
         self._hasher = xxhash.xxh3_64()
 
-    def add(self, own: np.ndarray) -> None:
+    def add(self, hashes: np.ndarray) -> None:
         """Take the next shard's digests, S16 [n], by position."""
-        keys, places, which = np.unique(own, return_index=True, return_inverse=True)
+        keys, places, which = np.unique(hashes, return_index=True, return_inverse=True)
         first = (self._done + places).astype(self._first.dtype)
         where = np.searchsorted(self._known, keys)
         seen = np.zeros(len(keys), bool)
@@ -71,7 +71,7 @@ class EqualKeysWriter:
         self._hasher.update(data)
         with open(self._path, "ab") as file:
             file.write(data)
-        self._done += len(own)
+        self._done += len(hashes)
 
     def result(self) -> EqualKeys | None:
         """Make the file last; None where there is none."""

@@ -67,21 +67,21 @@ class PartsPlan:
         """The parts of rows: int32 [columns, rows], numbered on from column to column."""
         found = np.empty((len(self.spaces[space]), len(table)), np.int32)
         first = 0
-        for row, own in zip(found, self.spaces[space], strict=True):
-            row[:] = own.codes(table[own.column].combine_chunks()) + first
-            first += len(own.values)
+        for row, grouping in zip(found, self.spaces[space], strict=True):
+            row[:] = grouping.codes(table[grouping.column].combine_chunks()) + first
+            first += len(grouping.values)
         return found
 
     def count(self, space: int) -> int:
         """How many parts each layer of a row space has."""
-        return sum(len(own.values) for own in self.spaces[space])
+        return sum(len(grouping.values) for grouping in self.spaces[space])
 
     def describe(self) -> str:
         """One sentence: how many groups, and what they take."""
         groups: dict[str, int] = {}
         for space in self.spaces:
-            for own in space:
-                groups[own.column] = max(groups.get(own.column, 0), len(own.values))
+            for grouping in space:
+                groups[grouping.column] = max(groups.get(grouping.column, 0), len(grouping.values))
         columns = ", ".join(f"{name} ({count:,} groups)" for name, count in groups.items())
         return f"parts of {columns}: {self.nbytes / 1e6:,.1f} MB"
 
@@ -121,11 +121,15 @@ def plan_parts(
                 f"{', '.join(source.schema.names)}"
             )
     found = tuple(
-        tuple(own for column in columns if (own := _groups(source, space, column)) is not None)
+        tuple(
+            grouping
+            for column in columns
+            if (grouping := _groups(source, space, column)) is not None
+        )
         for space in spaces
     )
     for column in columns:
-        if not any(own.column == column for space in found for own in space):
+        if not any(grouping.column == column for space in found for grouping in space):
             raise ValueError(
                 f"--parts: no row has a value of column {column!r}; annotate it while recording, "
                 "or name another"
@@ -149,7 +153,7 @@ def _numbers(
     """How many numbers the parts of all layers have: a weight and a bias for each."""
     numbers = 0
     for space, groups in zip(spaces, found, strict=True):
-        parts = sum(len(own.values) for own in groups)
+        parts = sum(len(grouping.values) for grouping in groups)
         for layer in (layers[name] for name in space.layers):
             numbers += parts * (layer.d_out * layer.d_in + (layer.d_out if layer.bias else 0))
     return numbers
@@ -203,17 +207,17 @@ def write_parts(
     """
     stored: list[StoredParts] = []
     first = 0
-    for own in groups:
-        ours = parts[first : first + len(own.values)]
-        first += len(own.values)
+    for grouping in groups:
+        ours = parts[first : first + len(grouping.values)]
+        first += len(grouping.values)
         with np.errstate(over="ignore"):
             tensors = {
                 name: np.stack([part[name].astype(_STORED) for part in ours]) for name in ours[0]
             }
         if not all(np.isfinite(tensor).all() for tensor in tensors.values()):
             continue
-        name = parts_file(layer.name, own.column)
+        name = parts_file(layer.name, grouping.column)
         entry = write_atomic(directory / name, save(tensors))
         file = FileEntry(name, entry.bytes, entry.xxh3)
-        stored.append(StoredParts(own.column, len(own.values), file))
+        stored.append(StoredParts(grouping.column, len(grouping.values), file))
     return tuple(stored)

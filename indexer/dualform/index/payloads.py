@@ -30,10 +30,10 @@ def write_payloads(source: Recording, directory: Path) -> tuple[FileEntry, FileE
     with open(directory / PAYLOADS, "xb") as file:
         for batch in source.example_tables():
             columns = (batch.column(name).to_pylist() for name in ("id", "kind", "data"))
-            for own, kind, data in zip(*columns, strict=True):
+            for example, kind, data in zip(*columns, strict=True):
                 file.write(data)
                 hasher.update(data)
-                places[own] = (kind, size, len(data), int(digest(data), 16))
+                places[example] = (kind, size, len(data), int(digest(data), 16))
                 size += len(data)
         file.flush()
         os.fsync(file.fileno())

@@ -72,17 +72,17 @@ class FollowedSum:
         self._take()
         self._run.advance(self._steps)
         found = self._named(self._run.part(0))
-        found |= {INITIAL + name: own for name, own in self._named(self._run.initial()).items()}
-        return found if all(np.isfinite(own).all() for own in found.values()) else None
+        found |= {INITIAL + name: array for name, array in self._named(self._run.initial()).items()}
+        return found if all(np.isfinite(array).all() for array in found.values()) else None
 
     def parts(self) -> list[dict[str, np.ndarray]]:
         """What each part's rows became, float64 by parameter, once `result` was asked for."""
         return [self._named(self._run.part(1 + number)) for number in range(self._parts)]
 
-    def _named(self, own: Affine) -> dict[str, np.ndarray]:
-        found = {self._layer.weight: own.weight.numpy()}
-        if self._layer.bias is not None and own.bias is not None:
-            found[self._layer.bias] = own.bias.numpy()
+    def _named(self, affine: Affine) -> dict[str, np.ndarray]:
+        found = {self._layer.weight: affine.weight.numpy()}
+        if self._layer.bias is not None and affine.bias is not None:
+            found[self._layer.bias] = affine.bias.numpy()
         return found
 
     def _take(self) -> None:
@@ -92,7 +92,7 @@ class FollowedSum:
             torch.from_numpy(np.concatenate([rows[which] for rows in self._waiting]))
             for which in (0, 1)
         )
-        codes = np.concatenate([own for _, _, own in self._waiting], axis=1)
+        codes = np.concatenate([codes for _, _, codes in self._waiting], axis=1)
         self._waiting.clear()
         which: list[slice | torch.Tensor | None] = [slice(None)] + [None] * self._parts
         for part, rows in split(codes):
@@ -177,15 +177,15 @@ class RowSum:
                 self._bias += self._of_bias[step] * values.sum(axis=0, dtype=np.float64)
             scaled = values * np.float32(self._of_weight[step])
         for first in range(0, len(keys), TILE_ROWS):
-            own = slice(first, first + TILE_ROWS)
-            if sum(len(keys) for keys, _ in self._waiting) + len(keys[own]) > TILE_ROWS:
+            tile = slice(first, first + TILE_ROWS)
+            if sum(len(keys) for keys, _ in self._waiting) + len(keys[tile]) > TILE_ROWS:
                 self._multiply()
-            self._waiting.append((keys[own], scaled[own]))
+            self._waiting.append((keys[tile], scaled[tile]))
 
     def result(self) -> dict[str, np.ndarray] | None:
         """The sums, float64, by parameter; None where one is not finite."""
         found = self.sums()
-        return found if all(np.isfinite(own).all() for own in found.values()) else None
+        return found if all(np.isfinite(array).all() for array in found.values()) else None
 
     def sums(self) -> dict[str, np.ndarray]:
         """Likewise, finite or not."""

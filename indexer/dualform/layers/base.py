@@ -213,9 +213,9 @@ def why_not(module: nn.Module) -> str | None:
 
 def leaf(module: nn.Module, name: str) -> torch.Tensor | None:
     """A module's own parameter of this name; None where it is absent, or computed from others."""
-    own = module._parameters
-    if name in own:
-        return own[name]
+    parameters = module._parameters
+    if name in parameters:
+        return parameters[name]
     computed = module._modules.get("parametrizations")
     if isinstance(computed, nn.ModuleDict) and name in computed:
         return None

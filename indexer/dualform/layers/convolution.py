@@ -42,12 +42,12 @@ class Convolution(ProductKind):
     def why_not(cls, module: nn.Module) -> str | None:
         if not isinstance(module, _TYPES):
             return None
-        own = next(kind for kind in _TYPES if isinstance(module, kind))
+        base = next(kind for kind in _TYPES if isinstance(module, kind))
         here = type(module)
-        if here.forward is not own.forward or here._conv_forward is not own._conv_forward:
+        if here.forward is not base.forward or here._conv_forward is not base._conv_forward:
             return (
                 f"{here.__name__} has a forward of its own, so what its weight multiplies is not "
-                f"known; use nn.{own.__name__}"
+                f"known; use nn.{base.__name__}"
             )
         if module.groups != 1:
             return (

@@ -114,13 +114,13 @@ class LSTM(nn.Module):
                 "this nn.LSTM takes [time, batch, input]; make it with batch_first=True, and "
                 "transpose what it is given and gives"
             )
-        own = cls(lstm.input_size, lstm.hidden_size, lstm.bias).to(next(lstm.parameters()))
+        copied = cls(lstm.input_size, lstm.hidden_size, lstm.bias).to(next(lstm.parameters()))
         with torch.no_grad():
-            for part, suffix in ((own.ih, "ih_l0"), (own.hh, "hh_l0")):
+            for part, suffix in ((copied.ih, "ih_l0"), (copied.hh, "hh_l0")):
                 part.weight.copy_(getattr(lstm, f"weight_{suffix}"))
                 if part.bias is not None:
                     part.bias.copy_(getattr(lstm, f"bias_{suffix}"))
-        return own
+        return copied
 
     def to_torch(self) -> nn.LSTM:
         """An `nn.LSTM` (batch_first) with the same weights, copied."""

@@ -50,10 +50,10 @@ class Adadelta(Family):
         self, settings: AdadeltaSettings, first: bool, whole: Whole, gradient: torch.Tensor
     ) -> Transition:
         lr, rho, eps, decay, maximize, _ = settings
-        own = seen(gradient, maximize, decay, whole)
-        square = whole["square_avg"].mul_(rho).addcmul_(own, own, value=1 - rho)
+        adjusted = seen(gradient, maximize, decay, whole)
+        square = whole["square_avg"].mul_(rho).addcmul_(adjusted, adjusted, value=1 - rho)
         ratio = whole["acc_delta"].add(eps).sqrt_().div_(square.add(eps).sqrt_())
-        delta = ratio * own
+        delta = ratio * adjusted
         whole["acc_delta"].mul_(rho).addcmul_(delta, delta, value=1 - rho)
         moves = ratio.mul_(-lr)
         ww = 1 + moves * decay if decay else 1.0

@@ -55,8 +55,8 @@ class Adagrad(Family):
         self, settings: AdagradSettings, first: bool, whole: Whole, gradient: torch.Tensor
     ) -> Transition:
         lr, lr_decay, eps, decay, _, maximize, nth = settings
-        own = seen(gradient, maximize, decay, whole)
-        squares = whole["sum"].addcmul_(own, own)
+        adjusted = seen(gradient, maximize, decay, whole)
+        squares = whole["sum"].addcmul_(adjusted, adjusted)
         step_size = lr / (1 + (nth - 1) * lr_decay)
         moves = squares.sqrt().add_(eps).reciprocal_().mul_(-step_size)
         ww = 1 + moves * decay if decay else 1.0

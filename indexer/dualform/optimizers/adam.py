@@ -60,8 +60,8 @@ class Adam(Family):
         lr, beta1, beta2, eps, decay, amsgrad, maximize, decoupled, nth = settings
         coupled = 0.0 if decoupled else decay
         sign = -1.0 if maximize else 1.0
-        own = seen(gradient, maximize, coupled, whole)
-        second = whole["exp_avg_sq"].mul_(beta2).addcmul_(own, own, value=1 - beta2)
+        adjusted = seen(gradient, maximize, coupled, whole)
+        second = whole["exp_avg_sq"].mul_(beta2).addcmul_(adjusted, adjusted, value=1 - beta2)
         if amsgrad:
             second = torch.maximum(whole["max_exp_avg_sq"], second, out=whole["max_exp_avg_sq"])
         step_size = lr / (1 - beta1**nth)

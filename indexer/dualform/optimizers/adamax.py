@@ -53,9 +53,9 @@ class Adamax(Family):
         self, settings: AdamaxSettings, first: bool, whole: Whole, gradient: torch.Tensor
     ) -> Transition:
         lr, beta1, beta2, eps, decay, maximize, nth = settings
-        own = seen(gradient, maximize, decay, whole)
+        adjusted = seen(gradient, maximize, decay, whole)
         largest = whole["exp_inf"].mul_(beta2)
-        torch.maximum(largest, own.abs().add_(eps), out=largest)
+        torch.maximum(largest, adjusted.abs().add_(eps), out=largest)
         return Transition(
             mm=beta1,
             mw=(1 - beta1) * decay,

@@ -135,7 +135,7 @@ def same_names(*names: str) -> Mapping[str, str]:
 
 
 def seen(
-    gradient: torch.Tensor, maximize: bool, decay: float, whole: Whole, own: bool = False
+    gradient: torch.Tensor, maximize: bool, decay: float, whole: Whole, writable: bool = False
 ) -> torch.Tensor:
     """The gradient as the arithmetic sees it: its sign turned, coupled weight decay added.
 
@@ -144,13 +144,13 @@ def seen(
         maximize: Whether the sign is turned.
         decay: 0 where there is none, or none that is coupled; "weight" is then not looked at.
         whole: The state.
-        own: The result will be changed, so it must not be the gradient itself.
+        writable: The result will be changed, so it must not be the gradient itself.
     """
     if decay != 0:
         return torch.add(-gradient if maximize else gradient, whole["weight"], alpha=decay)
     if maximize:
         return -gradient
-    return gradient.clone() if own else gradient
+    return gradient.clone() if writable else gradient
 
 
 def number(value: Any) -> float:

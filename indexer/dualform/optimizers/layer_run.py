@@ -114,14 +114,14 @@ class ParameterRun:
         if not row.took_part:
             return
 
-        def gradient(own: torch.Tensor | None) -> torch.Tensor | None:
-            return None if own is None else own.to(self._dtype).mul(-row.scale)
+        def gradient(of_part: torch.Tensor | None) -> torch.Tensor | None:
+            return None if of_part is None else of_part.to(self._dtype).mul(-row.scale)
 
         whole = products.to(self._dtype).mul(-row.scale)
         parts: list[tuple[Part, torch.Tensor | None]] = [(self.initial, None)]
         parts += [
-            (part, whole if own is products else gradient(own))
-            for part, own in zip(self.parts, of_parts, strict=True)
+            (part, whole if of_part is products else gradient(of_part))
+            for part, of_part in zip(self.parts, of_parts, strict=True)
         ]
         transition = self._trajectory.step(row.settings, row.first, whole, parts)
         if watch is not None:
@@ -178,11 +178,11 @@ class LayerRun:
         """
         self.advance(step)
         whole = products(keys, values)
-        own = [
+        of_parts = [
             None if p is None else whole if _is_all(p, len(keys)) else products(keys[p], values[p])
             for p in parts
         ]
-        self._weight.take(whole, own)
+        self._weight.take(whole, of_parts)
         if self._bias is not None:
             total = values.sum(0, dtype=torch.float64)
             sums = [None if p is None else values[p].sum(0, dtype=torch.float64) for p in parts]
@@ -249,14 +249,17 @@ def layer_state(
         weight, bias: Names of the parameters.
     """
 
-    def own(parameter: str) -> dict[str, torch.Tensor]:
+    def of_parameter(parameter: str) -> dict[str, torch.Tensor]:
         found = {"weight": _tensor(state[parameter])}
         for buffer in family.buffers:
             if f"{buffer}:{parameter}" in state:
                 found[buffer] = _tensor(state[f"{buffer}:{parameter}"])
         return found
 
-    return {"weight": own(weight), **({} if bias is None else {"bias": own(bias)})}
+    return {
+        "weight": of_parameter(weight),
+        **({} if bias is None else {"bias": of_parameter(bias)}),
+    }
 
 
 def _tensor(value: Any) -> torch.Tensor:

@@ -65,8 +65,8 @@ class NAdam(Family):
         lr, beta1, beta2, eps, decay, momentum_decay, maximize, decoupled, product, nth = settings
         coupled = 0.0 if decoupled else decay
         sign = -1.0 if maximize else 1.0
-        own = seen(gradient, maximize, coupled, whole)
-        second = whole["exp_avg_sq"].mul_(beta2).addcmul_(own, own, value=1 - beta2)
+        adjusted = seen(gradient, maximize, coupled, whole)
+        second = whole["exp_avg_sq"].mul_(beta2).addcmul_(adjusted, adjusted, value=1 - beta2)
         per_unit = second.div(1 - beta2**nth).sqrt_().add_(eps).reciprocal_()
         mu = _mu(beta1, momentum_decay, nth)
         mu_next = _mu(beta1, momentum_decay, nth + 1)

@@ -57,8 +57,8 @@ class RAdam(Family):
         lr, beta1, beta2, eps, decay, maximize, decoupled, nth = settings
         coupled = 0.0 if decoupled else decay
         sign = -1.0 if maximize else 1.0
-        own = seen(gradient, maximize, coupled, whole)
-        second = whole["exp_avg_sq"].mul_(beta2).addcmul_(own, own, value=1 - beta2)
+        adjusted = seen(gradient, maximize, coupled, whole)
+        second = whole["exp_avg_sq"].mul_(beta2).addcmul_(adjusted, adjusted, value=1 - beta2)
         step_size = lr / (1 - beta1**nth)
         rectified = _rectified(beta2, nth)
         wm: float | torch.Tensor = -step_size

@@ -56,10 +56,10 @@ class RMSprop(Family):
         self, settings: RMSpropSettings, first: bool, whole: Whole, gradient: torch.Tensor
     ) -> Transition:
         lr, alpha, eps, decay, momentum, centered, maximize, _ = settings
-        own = seen(gradient, maximize, decay, whole)
-        square = whole["square_avg"].mul_(alpha).addcmul_(own, own, value=1 - alpha)
+        adjusted = seen(gradient, maximize, decay, whole)
+        square = whole["square_avg"].mul_(alpha).addcmul_(adjusted, adjusted, value=1 - alpha)
         if centered:
-            mean = whole["grad_avg"].lerp_(own, 1 - alpha)
+            mean = whole["grad_avg"].lerp_(adjusted, 1 - alpha)
             spread = square.addcmul(mean, mean, value=-1).sqrt_()
         else:
             spread = square.sqrt()

@@ -60,13 +60,13 @@ class Rprop(Family):
         self, settings: RpropSettings, first: bool, whole: Whole, gradient: torch.Tensor
     ) -> Transition:
         _, minus, plus, least, most, smallest, maximize, _ = settings
-        own = seen(gradient, maximize, 0.0, whole, own=True)
-        product = own * whole["prev"]
+        adjusted = seen(gradient, maximize, 0.0, whole, writable=True)
+        product = adjusted * whole["prev"]
         turned = product < -smallest
         factors = torch.ones_like(product).masked_fill_(product > smallest, plus)
         factors.masked_fill_(turned, minus)
         size = whole["step_size"].mul_(factors).clamp_(least, most)
-        own.masked_fill_(turned, 0.0)
-        whole["prev"].copy_(own)
-        moves = torch.where(own == 0, 0.0, -size / own.abs())
+        adjusted.masked_fill_(turned, 0.0)
+        whole["prev"].copy_(adjusted)
+        moves = torch.where(adjusted == 0, 0.0, -size / adjusted.abs())
         return Transition(1.0, 0.0, 0.0, 1.0, 0.0, moves.neg_() if maximize else moves)

@@ -145,8 +145,8 @@ class Trajectory:
 
     def start(self, state: Mapping[str, torch.Tensor]) -> Part:
         """A part that begins with a state: the initial one, whose gradient is always None."""
-        own = self.family.momentum
-        there = None if own is None else state.get(own)
+        momentum = self.family.momentum
+        there = None if momentum is None else state.get(momentum)
         weight = state["weight"].detach().to(torch.float64, copy=True)
         return Part(weight, None if there is None else self._copy(there), self._dtype)
 
@@ -186,8 +186,8 @@ class Trajectory:
         transition = self.family.transition(settings, first, self.whole, gradient)
         if self._follow is not None:
             self._follow.move(transition, gradient)
-        for part, own in parts:
-            part.move(transition, own)
+        for part, gradient_of_part in parts:
+            part.move(transition, gradient_of_part)
         return transition
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -214,9 +214,9 @@ class LayerCapture:
         """The forward hook: copy the key and hook the node that multiplies by the weight."""
         if not (torch.is_grad_enabled() and output.requires_grad):
             return
-        own = self.place.parameters()[0]
-        if own is not self.weight:
-            self._meet(own)
+        held = self.place.parameters()[0]
+        if held is not self.weight:
+            self._meet(held)
         weight, bias = self.weight, self.bias
         trained = weight.requires_grad
         if not trained and not self._trains_bias():
@@ -236,7 +236,7 @@ class LayerCapture:
         else:
             assert bias is not None
             node = self._kind.bias_node(output, bias)
-        if node is None and not self._is_compiled(output, own is not weight, trained):
+        if node is None and not self._is_compiled(output, held is not weight, trained):
             return
         self._attach_to(trained)
         if output.dtype is not weight.dtype:

@@ -64,19 +64,19 @@ def cover(
         asked: The user said which layers to record.
         layers: How many layers these modules make.
     """
-    own = set(map(id, modules))
+    recorded_ids = set(map(id, modules))
     seen: set[int] = set()
     recorded = total = 0
     groups: dict[str, list[str]] = {}
     # Recorded ones first: a tied weight counts as recorded.
-    ordered = sorted(model.named_modules(), key=lambda pair: id(pair[1]) not in own)
+    ordered = sorted(model.named_modules(), key=lambda pair: id(pair[1]) not in recorded_ids)
     for name, module in ordered:
         matrices = [p for p in module.parameters(recurse=False) if p.dim() > 1]
         fresh = [p for p in matrices if id(p) not in seen]
         seen.update(map(id, matrices))
         size = sum(p.numel() for p in fresh)
         total += size
-        if id(module) in own:
+        if id(module) in recorded_ids:
             recorded += size
         elif matrices:
             groups.setdefault(_reason(name, module, reasons, asked), []).append(name)

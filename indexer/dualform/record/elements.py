@@ -91,9 +91,9 @@ class SampledElements:
         waiting, self._waiting = self._waiting, []
         gradients = _host(waiting)
         of_step = itertools.groupby(range(len(waiting)), lambda i: waiting[i].row.step)
-        for _, own in of_step:
+        for _, entries_of_step in of_step:
             alike: dict[tuple[Any, bool], list[int]] = {}
-            for i in own:
+            for i in entries_of_step:
                 alike.setdefault((waiting[i].row.settings, waiting[i].row.first), []).append(i)
             for (settings, first), entries in alike.items():
                 probes = [waiting[i].probe for i in entries]
@@ -175,7 +175,9 @@ class ElementProbe:
             if buffer.shape == parameter.shape:
                 taken[name] = self._take(buffer)
         device = parameter.device
-        together = torch.stack([own.double().to(device) for own in taken.values()]).cpu().numpy()
+        together = (
+            torch.stack([tensor.double().to(device) for tensor in taken.values()]).cpu().numpy()
+        )
         return dict(zip(taken, together, strict=True))
 
     def agrees(self, real: Mapping[str, np.ndarray]) -> bool:
@@ -204,9 +206,11 @@ def _host(entries: list[_Entry]) -> np.ndarray:
             found[i] = entry.gradient
         else:
             elsewhere.setdefault(entry.gradient.device, []).append(i)
-    for own in elsewhere.values():
-        tensors = [entries[i].gradient for i in own]
-        found[own] = torch.stack([t for t in tensors if isinstance(t, torch.Tensor)]).double().cpu()
+    for places in elsewhere.values():
+        tensors = [entries[i].gradient for i in places]
+        found[places] = (
+            torch.stack([t for t in tensors if isinstance(t, torch.Tensor)]).double().cpu()
+        )
     for i, entry in enumerate(entries):
         if entry.factor != 1.0:
             found[i] *= entry.factor

@@ -99,15 +99,17 @@ class JoinedLayer:
             CaptureError: They did not see the same passes.
         """
         judged = [part.judge(step) for part in self._parts]
-        rows = [own for own, _ in judged]
-        weights = self._one_scale([own[0] for own in rows])
-        rows = [[weight, *own[1:]] for weight, own in zip(weights, rows, strict=True)]
+        rows = [ledger_rows for ledger_rows, _ in judged]
+        weights = self._one_scale([ledger_rows[0] for ledger_rows in rows])
+        rows = [
+            [weight, *ledger_rows[1:]] for weight, ledger_rows in zip(weights, rows, strict=True)
+        ]
         joined = [_join(self.spec.weight, weights)]
         if self.spec.bias is not None:
-            biases = [own[1] for own in rows]
+            biases = [ledger_rows[1] for ledger_rows in rows]
             scale = sum(bias.scale for bias in biases)
             joined.append(_join(self.spec.bias, biases)._replace(scale=scale))
-        mark = next((own for _, own in judged if own is not None), None)
+        mark = next((mark for _, mark in judged if mark is not None), None)
         if step == 0 and self._apart is not None:
             mark = InexactMark(0, self._apart)
         if self._alike and not _all_alike(rows):
@@ -212,7 +214,9 @@ def _join(name: str, rows: Sequence[LedgerRow]) -> LedgerRow:
 
 def _all_alike(rows: Sequence[Sequence[LedgerRow]]) -> bool:
     """Whether weights, and biases, of all parts are trained by the same settings."""
-    return all(_alike(own[0], other) for own in zip(*rows, strict=True) for other in own[1:])
+    return all(
+        _alike(column[0], other) for column in zip(*rows, strict=True) for other in column[1:]
+    )
 
 
 def _alike(one: LedgerRow, other: LedgerRow) -> bool:

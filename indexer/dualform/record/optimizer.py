@@ -83,8 +83,8 @@ class OptimizerView:
             return LedgerRow(step, name, settings, took_part=False)
         count = self._count(parameter, took_part) if self._counted else 0
         state: Mapping[str, Any] = self.optimizer.state.get(parameter, {})
-        own = [float(state[key]) for key in self.family.scalars if key in state]
-        key = (index, count, parameter.dtype, *own)
+        scalars = [float(state[key]) for key in self.family.scalars if key in state]
+        key = (index, count, parameter.dtype, *scalars)
         if key not in self._settings:
             group = self.optimizer.param_groups[index]
             self._settings[key] = self.family.read(group, count, parameter.dtype, state)

@@ -47,22 +47,22 @@ class LayerPlace:
             weight: The weight that was recorded so far.
             bias: The bias that was recorded so far.
         """
-        own, own_bias = self.parameters()
-        if own is None:
+        held, held_bias = self.parameters()
+        if held is None:
             return (
                 "its weight is now computed from other parameters (parametrised after the "
                 "recorder was made), so its gradient is not the sum of its rows"
             )
-        if own is not weight:
+        if held is not weight:
             return f"its weight was replaced by another parameter; {_REMEDY}"
-        if own.shape != self._shape:
-            return f"its weight has the shape {list(own.shape)} now, not {list(self._shape)}"
-        if own.dtype is not self._dtype:
-            return f"its weight is {own.dtype} now, not {self._dtype}"
-        if own_bias is not bias:
+        if held.shape != self._shape:
+            return f"its weight has the shape {list(held.shape)} now, not {list(self._shape)}"
+        if held.dtype is not self._dtype:
+            return f"its weight is {held.dtype} now, not {self._dtype}"
+        if held_bias is not bias:
             what = (
                 "its bias was removed"
-                if own_bias is None
+                if held_bias is None
                 else "it was given a bias"
                 if bias is None
                 else "its bias was replaced by another parameter"

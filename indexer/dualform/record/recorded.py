@@ -115,11 +115,11 @@ class RecordedLayer:
                 for buffer, tensor in self._optimizer.buffers(parameter).items()
                 if tensor.shape == parameter.shape
             }
-            own = _as(parameter, shape, dtype)
+            tensor = _as(parameter, shape, dtype)
             if name == self.spec.weight:
-                own = self._weight_2d(own)
+                tensor = self._weight_2d(tensor)
                 whole = {buffer: self._weight_2d(tensor) for buffer, tensor in whole.items()}
-            found[name] = own, {**self._optimizer.buffers(parameter), **whole}
+            found[name] = tensor, {**self._optimizer.buffers(parameter), **whole}
         return found
 
     def counts(self) -> dict[str, int]:
@@ -176,8 +176,11 @@ class RecordedLayer:
         self.kept = passes if _rows_count(weight, bias, sides) else []
         if kernel != 1:
             verdicts = [
-                (own._replace(scale=own.scale * kernel, probe=own.probe * kernel), size * kernel)
-                for own, size in verdicts
+                (
+                    verdict._replace(scale=verdict.scale * kernel, probe=verdict.probe * kernel),
+                    size * kernel,
+                )
+                for verdict, size in verdicts
             ]
         self._rows = [
             (self._optimizer.row(step, name, p, verdict.scale, verdict.took_part), verdict, size)
@@ -235,7 +238,7 @@ class RecordedLayer:
                 elements = self._elements[name]
                 real = elements.look(parameter, self._optimizer.buffers(parameter))
                 since = elements.since
-                finite = finite and all(bool(np.isfinite(own).all()) for own in real.values())
+                finite = finite and all(bool(np.isfinite(array).all()) for array in real.values())
                 agree = elements.agrees(real) and agree
                 elements.reset(step, real)
                 continue

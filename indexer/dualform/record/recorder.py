@@ -314,8 +314,8 @@ class Recorder:
                 "resume_at_step needs the path of a recording, or a DiskSink with it, not "
                 f"{type(self._sink).__name__}"
             )
-        states = {name: own for layer in self._layers for name, own in layer.states().items()}
-        counts = {name: own for layer in self._layers for name, own in layer.counts().items()}
+        states = {name: state for layer in self._layers for name, state in layer.states().items()}
+        counts = {name: count for layer in self._layers for name, count in layer.counts().items()}
         resumed = resume(self._sink, manifest, step, states, counts)
         self._annotations.resume(resumed.columns)
         self._examples = ExampleIntake(resumed.examples)

@@ -121,7 +121,9 @@ def _resume(
         sink.resume(recording, step)
     with Recording.open(sink.path) as kept:
         return Resumed(
-            columns={key: kind for own in kept.segments for key, kind in own.columns.items()},
+            columns={
+                key: kind for segment in kept.segments for key, kind in segment.columns.items()
+            },
             examples=[i for table in kept.example_tables() for i in table["id"].to_pylist()],
             bytes_since_state=_bytes_since_state(kept),
         )
@@ -230,8 +232,8 @@ def _sums(
     """sum c_t E_t over the rows of the coefficients' steps, for each of the two."""
     totals = [torch.zeros(shape, dtype=torch.float64) for _ in coefficients]
     steps = len(coefficients[0].c)
-    own = [r for r in recording.passes(spec.name) if start <= r.step < start + steps]
-    for offsets, keys, values in _chunks(recording, spec, own, start):
+    passes = [r for r in recording.passes(spec.name) if start <= r.step < start + steps]
+    for offsets, keys, values in _chunks(recording, spec, passes, start):
         for total, factors in zip(totals, coefficients, strict=True):
             scaled = values * torch.from_numpy(factors.c[offsets])[:, None]
             if parameter == spec.weight:
@@ -255,11 +257,13 @@ def _chunks(
         keys = np.empty((rows, spec.d_in), np.float32)
         values = np.empty((rows, spec.d_out), np.float32)
         first = 0
-        for own in waiting:
-            recording.read_keys(own, keys[first : first + own.rows])
-            recording.read_values(own, values[first : first + own.rows])
-            first += own.rows
-        offsets = np.repeat([own.step - start for own in waiting], [own.rows for own in waiting])
+        for item in waiting:
+            recording.read_keys(item, keys[first : first + item.rows])
+            recording.read_values(item, values[first : first + item.rows])
+            first += item.rows
+        offsets = np.repeat(
+            [item.step - start for item in waiting], [item.rows for item in waiting]
+        )
         yield offsets, torch.from_numpy(keys).double(), torch.from_numpy(values).double()
         waiting, rows = [], 0
 

@@ -157,12 +157,12 @@ def _steps(
     for record in recording.passes(spec.name):
         of_step.setdefault(record.step, []).append(record)
     for step in range(start, end):
-        own = of_step.get(step, [])
-        rows = sum(item.rows for item in own)
+        passes = of_step.get(step, [])
+        rows = sum(item.rows for item in passes)
         keys = np.empty((rows, spec.d_in), np.float32)
         values = np.empty((rows, spec.d_out), np.float32)
         first = 0
-        for item in own:
+        for item in passes:
             recording.read_keys(item, keys[first : first + item.rows])
             recording.read_values(item, values[first : first + item.rows])
             first += item.rows

@@ -165,8 +165,10 @@ def _parts(kind: LayerKind, module: nn.Module) -> dict[str, tuple[LayerKind | No
 def _owners(model: nn.Module) -> dict[int, list[str]]:
     owners: dict[int, list[str]] = {}
     for name, module in model.named_modules():
-        for own, parameter in module.named_parameters(recurse=False):
-            owners.setdefault(id(parameter), []).append(f"{name}.{own}" if name else own)
+        for attribute, parameter in module.named_parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append(
+                f"{name}.{attribute}" if name else attribute
+            )
     return owners
 
 
@@ -183,9 +185,9 @@ def _nothing(problem: str, modules: dict[str, nn.Module], refusals: dict[str, st
 def _selected(name: str, kind: LayerKind, module: nn.Module, root: nn.Module) -> SelectedLayer:
     d_in, d_out = kind.shape(module)
     parts = tuple(
-        _selected(part_name(name, part), own, submodule, root)
-        for part, (own, submodule) in _parts(kind, module).items()
-        if own is not None
+        _selected(part_name(name, part), part_kind, submodule, root)
+        for part, (part_kind, submodule) in _parts(kind, module).items()
+        if part_kind is not None
     )
     spec = LayerSpec(
         name=name,

@@ -147,9 +147,9 @@ class FirstRun:
             "layers": [asdict(spec) for spec in manifest.layers.values()],
             "marks": [[name, mark.from_step, mark.reason] for name, mark in self.marks],
         }
-        own = b"".join(step[name] for step in self.digests for name in manifest.layers)
+        joined = b"".join(step[name] for step in self.digests for name in manifest.layers)
         arrays = {
-            "digests": np.frombuffer(own, np.uint8).copy(),
+            "digests": np.frombuffer(joined, np.uint8).copy(),
             "ledger": np.frombuffer(to_parquet(self.ledger_rows), np.uint8).copy(),
             **{f"initial:{name}": array for name, array in self.initial.items()},
             **{f"final:{name}": array for name, array in self.final.items()},
@@ -176,9 +176,10 @@ class FirstRun:
                 about["optimizer"], specs, about["values"], about["created_by"]
             )
             first.ledger_rows = from_parquet(arrays["ledger"].tobytes())
-            own = arrays["digests"].reshape(-1, len(specs), 16)
+            digests = arrays["digests"].reshape(-1, len(specs), 16)
             first.digests = [
-                {name: row.tobytes() for name, row in zip(specs, step, strict=True)} for step in own
+                {name: row.tobytes() for name, row in zip(specs, step, strict=True)}
+                for step in digests
             ]
             first.marks = [(name, InexactMark(step, why)) for name, step, why in about["marks"]]
         except (SafetensorError, KeyError, TypeError, ValueError) as error:

@@ -54,8 +54,8 @@ class FollowedOutput(DualOutput):
             for code in np.unique(codes[rows]).tolist():
                 if code >= 0:
                     which[code] = torch.from_numpy(np.flatnonzero(codes[rows] == code))
-            own = slice(int(rows[0]), int(rows[-1]) + 1)
-            self._run.take(step, tile.keys[own], tile.values[own], which)
+            span = slice(int(rows[0]), int(rows[-1]) + 1)
+            self._run.take(step, tile.keys[span], tile.values[span], which)
 
     def finish(self) -> None:
         """Take the steps without rows that are left."""

@@ -71,17 +71,17 @@ class Asked:
             chosen = tile.table.select(question.where, question.before_step)
             if isinstance(question.answer, FollowedOutput):
                 question.answer.follow(tile, chosen)
-            own, which = tile, None
+            selected, which = tile, None
             if not chosen.all():
                 which = np.flatnonzero(chosen)
-                own = tile.select(which)
+                selected = tile.select(which)
             if which is not None and not len(which):
                 columns = torch.zeros(len(self.queries), 0)
             else:
                 weights = self._fold.weights(tile) if weights is None else weights
                 columns = weights if which is None else weights[:, torch.from_numpy(which)]
             for reducer in question.answer.reducers:
-                reducer.update(own, columns)
+                reducer.update(selected, columns)
 
 
 def checked_queries(queries: np.ndarray | torch.Tensor, layer: str, d_in: int) -> torch.Tensor:

@@ -114,7 +114,7 @@ class Replay:
             ReplayError: An argument is wrong, training has begun, or contributions are asked of an
                 inexact layer.
         """
-        own = self._queries(layer, queries)
+        checked = self._queries(layer, queries)
         if isinstance(k, bool) or not isinstance(k, int) or k < 1:
             raise ReplayError(f"k is {k!r}; at least 1 is needed")
         _check_one_of("order", order, ("largest", "smallest", "absolute"))
@@ -133,9 +133,9 @@ class Replay:
             name = "unit" if unit is not None else "at_step"
             raise ReplayError(f"{name} goes with rank_by='contribution', not with 'weight'")
         ranking = Ranking(k, order, group_by, contribution, distinct)
-        answer = TopK(Reduced(own, ranking), group_by is not None)
+        answer = TopK(Reduced(checked, ranking), group_by is not None)
         columns = [name for name in (group_by, distinct) if name is not None]
-        return self._add(layer, own, answer, filter_of(where), end, columns)
+        return self._add(layer, checked, answer, filter_of(where), end, columns)
 
     @own_settings()
     def sums(
@@ -159,9 +159,9 @@ class Replay:
         Raises:
             ReplayError: An argument is wrong, or training has begun.
         """
-        own = self._queries(layer, queries)
-        answer = Sums(len(own), group_by, absolute)
-        return self._add(layer, own, answer, filter_of(where), None, [group_by])
+        checked = self._queries(layer, queries)
+        answer = Sums(len(checked), group_by, absolute)
+        return self._add(layer, checked, answer, filter_of(where), None, [group_by])
 
     @own_settings()
     def dual_output(
@@ -185,7 +185,7 @@ class Replay:
         Raises:
             ReplayError: An argument is wrong, training has begun, or the layer is inexact.
         """
-        own = self._queries(layer, queries)
+        checked = self._queries(layer, queries)
         end = self._last_step(layer, at_step)
         spec, groups = self._first.manifest.layers[layer], Groups(group_by)
         ledger, columns = self._first.ledger(), [] if group_by is None else [group_by]
@@ -198,8 +198,8 @@ class Replay:
                 0,
                 0,
             )
-            followed = FollowedOutput(run, own, end, groups)
-            return self._add(layer, own, followed, filter_of(where), end, columns)
+            followed = FollowedOutput(run, checked, end, groups)
+            return self._add(layer, checked, followed, filter_of(where), end, columns)
         coefficients = self._coefficients(layer, end)
         names = (spec.weight, spec.bias)
         state = {
@@ -207,10 +207,10 @@ class Replay:
             for name, array in self._first.initial.items()
             if name.removeprefix("momentum:") in names
         }
-        initial = initial_part(spec, state, coefficients, own)
-        rows = WeightedValues(len(own), spec.d_out, coefficients, groups, CPU)
+        initial = initial_part(spec, state, coefficients, checked)
+        rows = WeightedValues(len(checked), spec.d_out, coefficients, groups, CPU)
         answer = DualOutput(initial, rows, groups)
-        return self._add(layer, own, answer, filter_of(where), end, columns)
+        return self._add(layer, checked, answer, filter_of(where), end, columns)
 
     @own_settings()
     def open(self, manifest: RecordingManifest) -> None:

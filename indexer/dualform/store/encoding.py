@@ -108,7 +108,7 @@ class Float16(_Half):
 
 FLOAT32 = Float32()
 
-ENCODINGS: Mapping[str, Encoding] = {own.name: own for own in (FLOAT32, BFloat16(), Float16())}
+ENCODINGS: Mapping[str, Encoding] = {kind.name: kind for kind in (FLOAT32, BFloat16(), Float16())}
 """By name."""
 
 

@@ -99,7 +99,7 @@ class Fields:
     def each(self, name: str, read: Callable[[Any, str], Item]) -> tuple[Item, ...]:
         """A list's items, each read by a function that is told what it is called in messages."""
         called = self.called(name)
-        return tuple(read(own, f"{called}[{i}]") for i, own in enumerate(self.items(name)))
+        return tuple(read(item, f"{called}[{i}]") for i, item in enumerate(self.items(name)))
 
     def objects(self, name: str, read: Callable[[Fields], Item]) -> tuple[Item, ...]:
         """A list's objects, each read by a function."""

@@ -57,8 +57,10 @@ def group(column: pa.Array) -> Grouping:
 def _compact(column: pa.DictionaryArray) -> pa.DictionaryArray:
     """The same rows with a dictionary of what they have, each value once and none of them null."""
     distinct = column.dictionary.dictionary_encode()
-    own = distinct.indices.take(column.indices)
-    used = pc.unique(own).drop_null()
+    codes = distinct.indices.take(column.indices)
+    used = pc.unique(codes).drop_null()
     table = np.zeros(len(distinct.dictionary), np.int32)
     table[used.to_numpy()] = np.arange(len(used), dtype=np.int32)
-    return pa.DictionaryArray.from_arrays(pa.array(table).take(own), distinct.dictionary.take(used))
+    return pa.DictionaryArray.from_arrays(
+        pa.array(table).take(codes), distinct.dictionary.take(used)
+    )

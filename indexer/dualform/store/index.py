@@ -153,7 +153,7 @@ class IndexManifest:
 
     def _version(self) -> int:
         """The oldest that can say all this."""
-        used = {name for own in self.layers.values() for name in own.encodings}
+        used = {name for layer in self.layers.values() for name in layer.encodings}
         return 1 if used <= {FLOAT32.name} and self.payloads is None else VERSION
 
     def load_ledger(self, directory: Path) -> Ledger:
@@ -184,21 +184,21 @@ def first_header(rows: int) -> bytes:
     return npy_header(first_dtype(rows).str, (rows,))
 
 
-def read_first(directory: Path, own: EqualKeys, rows: int) -> np.ndarray:
+def read_first(directory: Path, equal_keys: EqualKeys, rows: int) -> np.ndarray:
     """A layer's `EqualKeys.first`, int32 or int64 [rows].
 
     Raises:
         DamagedError: Not what was written, or no such file.
     """
-    first = read_array(directory, own.first, first_dtype(rows), (rows,))
+    first = read_array(directory, equal_keys.first, first_dtype(rows), (rows,))
     places = np.arange(rows, dtype=first.dtype)
     wrong = None
     if ((first < 0) | (first > places)).any() or (first[first] != first).any():
         wrong = "a row is not the first with its key"
-    elif np.count_nonzero(first == places) != own.distinct:
+    elif np.count_nonzero(first == places) != equal_keys.distinct:
         wrong = "its distinct keys are not as many as the manifest's"
     if wrong is not None:
-        raise DamagedError(directory / own.first.name, wrong, REBUILD)
+        raise DamagedError(directory / equal_keys.first.name, wrong, REBUILD)
     return first
 
 

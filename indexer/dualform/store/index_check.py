@@ -63,7 +63,7 @@ def read_layers(data: Fields, spaces: Sequence[RowSpace], steps: int) -> Mapping
         ValueError: A field is wrong; it says which.
     """
     layers: dict[str, IndexLayer] = {}
-    for layer in data.objects("layers", lambda own: _layer(own, spaces, steps)):
+    for layer in data.objects("layers", lambda fields: _layer(fields, spaces, steps)):
         if layer.name in layers:
             raise ValueError(f"layers: two are called {layer.name!r}")
         layers[layer.name] = layer
@@ -81,8 +81,10 @@ def first_dtype(rows: int) -> np.dtype[Any]:
 
 
 def _space(data: Fields) -> RowSpace:
-    def shard(own: Fields) -> SpaceShard:
-        return SpaceShard(own.entry("sidecar"), own.integer("start"), own.integer("rows", 1))
+    def shard(fields: Fields) -> SpaceShard:
+        return SpaceShard(
+            fields.entry("sidecar"), fields.integer("start"), fields.integer("rows", 1)
+        )
 
     return RowSpace(data.integer("rows"), data.objects("shards", shard))
 
@@ -140,8 +142,8 @@ def _mark(data: Fields) -> InexactMark:
 def _states(data: Fields, steps: int) -> tuple[tuple[int, FileEntry], ...]:
     def state(value: Any, where: str) -> tuple[int, FileEntry]:
         step, file = pair(value, where)
-        own = Fields({"step": step, "file": file}, where)
-        return own.integer("step", 1, steps), own.entry("file")
+        fields = Fields({"step": step, "file": file}, where)
+        return fields.integer("step", 1, steps), fields.entry("file")
 
     found = data.each("states", state) if data.has("states") else ()
     if any(a >= b for (a, _), (b, _) in pairwise(found)):
@@ -150,8 +152,8 @@ def _states(data: Fields, steps: int) -> tuple[tuple[int, FileEntry], ...]:
 
 
 def _equal_keys(data: Fields) -> EqualKeys:
-    own = data.object("equal_keys")
-    return EqualKeys(own.integer("distinct", 1), own.entry("first"))
+    fields = data.object("equal_keys")
+    return EqualKeys(fields.integer("distinct", 1), fields.entry("first"))
 
 
 def _parts(data: Fields) -> StoredParts:
@@ -179,12 +181,12 @@ def _check_files(data: Fields, layer: IndexLayer) -> None:
         called(entry, f"states-{step}.safetensors", "states")
     if layer.equal_keys is not None:
         called(layer.equal_keys.first, "equal.npy", "equal_keys.first")
-    for i, own in enumerate(layer.parts):
+    for i, part in enumerate(layer.parts):
         where = data.called(f"parts[{i}]")
-        _called(own.file, parts_file(layer.name, own.column), f"{where}.file")
-        least = 4 * own.groups * layer.d_out * (layer.d_in + (layer.bias is not None))
-        if own.file.bytes < least:
-            raise wrong(f"{where}.file.bytes", own.file.bytes, "what its groups take")
+        _called(part.file, parts_file(layer.name, part.column), f"{where}.file")
+        least = 4 * part.groups * layer.d_out * (layer.d_in + (layer.bias is not None))
+        if part.file.bytes < least:
+            raise wrong(f"{where}.file.bytes", part.file.bytes, "what its groups take")
     if layer.directions is not None and _directions(layer) < 1:
         size = layer.directions.bytes
         raise wrong(f"{data.called('directions')}.bytes", size, "some rows of d_in numbers")
@@ -195,13 +197,13 @@ def _check_shards(data: Fields, layer: IndexLayer, space: RowSpace) -> None:
     if len(layer.shards) != len(space.shards):
         count = len(space.shards)
         raise wrong(data.called("shards"), len(layer.shards), f"{count:,}, as its row space has")
-    for i, (own, place) in enumerate(zip(layer.shards, space.shards, strict=True)):
+    for i, (shard, place) in enumerate(zip(layer.shards, space.shards, strict=True)):
         where, rows = f"{data.called('shards')}[{i}]", place.rows
         _check_shard_files(where, layer, i, rows)
-        if own.max_norm > 1.01 * float(np.finfo(np.float32).max) * layer.d_in**0.5:
-            raise wrong(f"{where}.max_norm", own.max_norm, "a length that a key can have")
+        if shard.max_norm > 1.01 * float(np.finfo(np.float32).max) * layer.d_in**0.5:
+            raise wrong(f"{where}.max_norm", shard.max_norm, "a length that a key can have")
         last = -1
-        for first, end in own.nonfinite:
+        for first, end in shard.nonfinite:
             if not last < first < end <= rows:
                 raise wrong(f"{where}.nonfinite", [first, end], "ascending ranges inside the shard")
             last = end
@@ -215,16 +217,16 @@ def _check_shards(data: Fields, layer: IndexLayer, space: RowSpace) -> None:
 
 def _check_shard_files(where: str, layer: IndexLayer, i: int, rows: int) -> None:
     """The files of shard i, which has so many rows: those that belong, by name and size."""
-    own = layer.shards[i]
+    shard = layer.shards[i]
     keys, values = encoding(layer.key_encoding), encoding(layer.value_encoding)
     values_size = values.values_bytes(rows, layer.d_out)
     sketch_size = FLOAT32.values_bytes(rows, _directions(layer) + 1)
-    sums_size = own.sums.bytes if own.sums and _fits(own.sums, layer.d_in, rows) else -1
+    sums_size = shard.sums.bytes if shard.sums and _fits(shard.sums, layer.d_in, rows) else -1
     for name, entry, file, there, size in (
-        ("keys", own.keys, "keys.faiss", True, keys.keys_bytes(layer.d_in, rows)),
-        ("values", own.values, "values.npy", layer.values, values_size),
-        ("sketch", own.sketch, "sketch.npy", layer.directions is not None, sketch_size),
-        ("sums", own.sums, "sums.npy", own.sums is not None, sums_size),
+        ("keys", shard.keys, "keys.faiss", True, keys.keys_bytes(layer.d_in, rows)),
+        ("values", shard.values, "values.npy", layer.values, values_size),
+        ("sketch", shard.sketch, "sketch.npy", layer.directions is not None, sketch_size),
+        ("sums", shard.sums, "sums.npy", shard.sums is not None, sums_size),
     ):
         if (entry is not None) != there:
             raise ValueError(f"{where}.{name} {'is missing' if there else 'does not belong'}")

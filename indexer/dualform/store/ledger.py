@@ -53,8 +53,8 @@ class LedgerRow(NamedTuple):
 def schema(family: Family) -> pa.Schema:
     """The ledger's columns for a family: its settings between what every ledger has."""
     kinds = get_type_hints(family.settings_type)
-    own = [(name, _TYPES[kinds[name]]) for name in family.settings_type._fields]
-    fields = [pa.field(name, kind, nullable=False) for name, kind in (*_BEFORE, *own, *_AFTER)]
+    settings = [(name, _TYPES[kinds[name]]) for name in family.settings_type._fields]
+    fields = [pa.field(name, kind, nullable=False) for name, kind in (*_BEFORE, *settings, *_AFTER)]
     return pa.schema(fields, metadata={_FAMILY: family.name.encode()})
 
 
@@ -101,9 +101,9 @@ class Ledger:
         self._cache: dict[str, list[Transition]] = {}
         for row in rows:
             self.parameters.setdefault(row.parameter, []).append(row)
-        for name, own in self.parameters.items():
-            own.sort(key=lambda row: row.step)
-            if [row.step for row in own] != list(range(steps)):
+        for name, ledger_rows in self.parameters.items():
+            ledger_rows.sort(key=lambda row: row.step)
+            if [row.step for row in ledger_rows] != list(range(steps)):
                 raise ValueError(
                     f"the ledger of {name} has not one row for each of the {steps} steps"
                 )
@@ -135,9 +135,11 @@ class Ledger:
             return Coefficients(p, r, np.zeros(0))
         transitions = self._transitions(parameter)
         factors, p_left, r_left = adjoint(reversed(transitions[start:at_step]), p, r)
-        own = self.parameters[parameter][start:at_step]
+        rows = self.parameters[parameter][start:at_step]
         # A value is minus the gradient, before it was scaled.
-        c = [-row.scale * float(factor) for row, factor in zip(own, reversed(factors), strict=True)]
+        c = [
+            -row.scale * float(factor) for row, factor in zip(rows, reversed(factors), strict=True)
+        ]
         return Coefficients(float(p_left), float(r_left), np.array(c, np.float64))
 
     def _transitions(self, parameter: str) -> list[Transition]:
@@ -157,7 +159,7 @@ class Ledger:
 def family_of_rows(rows: Sequence[LedgerRow]) -> Family:
     """The family whose settings the rows have; SGD's where there are none."""
     kind = type(rows[0].settings) if rows else SGDSettings
-    return next(own for own in FAMILIES.values() if own.settings_type is kind)
+    return next(family for family in FAMILIES.values() if family.settings_type is kind)
 
 
 def to_parquet(rows: Sequence[LedgerRow]) -> bytes:

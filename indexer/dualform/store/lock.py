@@ -41,7 +41,7 @@ class WriterLock:
                     self._fd, fd = fd, -1
                     with contextlib.suppress(OSError):  # on a full disk it holds without a name
                         os.ftruncate(self._fd, 0)
-                        os.pwrite(self._fd, json.dumps(_own()).encode(), 0)
+                        os.pwrite(self._fd, json.dumps(_this_process()).encode(), 0)
             except BlockingIOError:
                 raise BusyError(target, _holder(fd)) from None
             except FileNotFoundError:
@@ -67,16 +67,16 @@ class WriterLock:
             self._close()
 
 
-def _own() -> dict[str, int | str]:
+def _this_process() -> dict[str, int | str]:
     return {"pid": os.getpid(), "host": socket.gethostname()}
 
 
 def _holder(fd: int) -> str:
     try:
-        own = json.loads(os.pread(fd, 4096, 0))
-        if own == _own():
-            return f"this process ({own['pid']}) itself, whose other writer was not closed"
-        return f"process {int(own['pid'])} on {own['host']}"
+        holder = json.loads(os.pread(fd, 4096, 0))
+        if holder == _this_process():
+            return f"this process ({holder['pid']}) itself, whose other writer was not closed"
+        return f"process {int(holder['pid'])} on {holder['host']}"
     except (ValueError, KeyError, TypeError, OSError):  # not written yet
         return "another process"
 

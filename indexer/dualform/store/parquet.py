@@ -37,7 +37,9 @@ def read_parquet(
     file = pq.ParquetFile(pa.BufferReader(data), pre_buffer=False)
     if dictionaries:
         text = [
-            own.name for own in file.schema_arrow if own.type in (pa.string(), pa.large_string())
+            field.name
+            for field in file.schema_arrow
+            if field.type in (pa.string(), pa.large_string())
         ]
         file = pq.ParquetFile(pa.BufferReader(data), pre_buffer=False, read_dictionary=text)
     if rows is not None and file.metadata.num_rows != rows:

@@ -151,13 +151,13 @@ class Recording:
             data = read_checked(self._directory, segment.ledger, RERECORD)
             path = self._directory / segment.ledger.name
             try:
-                own = from_parquet(data)
+                found = from_parquet(data)
             except (pa.ArrowException, OSError, TypeError, ValueError) as error:
                 raise DamagedError(path, f"not a ledger ({error})", RERECORD) from None
             steps = range(segment.first_step, segment.first_step + segment.steps)
-            if any(row.step not in steps for row in own):
+            if any(row.step not in steps for row in found):
                 raise DamagedError(path, "it has steps of another segment", RERECORD)
-            rows.extend(own)
+            rows.extend(found)
         try:
             if len(rows) < self.steps:  # before anything is made for so many steps
                 raise ValueError(f"{len(rows):,} rows of ledger for {self.steps:,} steps")
@@ -311,9 +311,9 @@ class Recording:
         for spec in layers:
             shapes = {spec.weight: (spec.d_out, spec.d_in), spec.bias: (spec.d_out,)}
             for name, shape in shapes.items():
-                own = shape if name not in state else state[name].shape
-                if own != shape:
-                    what = f"{name} is {list(own)} where the manifest says {list(shape)}"
+                actual = shape if name not in state else state[name].shape
+                if actual != shape:
+                    what = f"{name} is {list(actual)} where the manifest says {list(shape)}"
                     raise DamagedError(directory / entry.name, what, RERECORD)
         return state
 
@@ -359,17 +359,17 @@ class Recording:
         return rows.reshape(record.rows, -1) if record.rows else rows.reshape(0, 1)
 
     def _widen(self, segment: int, span: Span, out: memoryview | np.ndarray) -> None:
-        view, own = _bytes(out), encoding(span.encoding)
-        numbers = span.nbytes // own.stored.itemsize
+        view, kind = _bytes(out), encoding(span.encoding)
+        numbers = span.nbytes // kind.stored.itemsize
         size = numbers * FLOAT32.stored.itemsize
         if len(view) != size:
             raise ValueError(f"the record has {size:,} bytes, `out` has {len(view):,}")
         if span.encoding == FLOAT32.name:
             self._read(segment, span, view)
             return
-        rows = np.empty(numbers, own.stored)
+        rows = np.empty(numbers, kind.stored)
         self._read(segment, span, _bytes(rows))
-        view[:] = _bytes(own.widen(rows))
+        view[:] = _bytes(kind.widen(rows))
 
     def _read(self, segment: int, span: Span, view: memoryview) -> None:
         if self._open_bin is None or self._open_bin[0] != segment:

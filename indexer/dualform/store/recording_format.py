@@ -290,8 +290,8 @@ def _segment_table(data: Fields, layers: Sequence[LayerSpec]) -> SegmentTable:
     first_step, steps = data.integer("first_step"), data.integer("steps")
     blocks = data.object("blocks")
 
-    def state(own: Fields) -> tuple[int, FileEntry]:
-        return own.integer("step", first_step + 1, first_step + steps), own.entry("file")
+    def state(fields: Fields) -> tuple[int, FileEntry]:
+        return fields.integer("step", first_step + 1, first_step + steps), fields.entry("file")
 
     table = SegmentTable(
         number=number,
@@ -305,7 +305,7 @@ def _segment_table(data: Fields, layers: Sequence[LayerSpec]) -> SegmentTable:
         first_block=blocks.integer("first"),
         block_rows=list(blocks.each("rows", integer)),
         columns=_columns(data),
-        marks=data.objects("marks", lambda own: _mark(own, layers)),
+        marks=data.objects("marks", lambda fields: _mark(fields, layers)),
         examples=data.each("examples", entry),
         states=data.objects("states", state) if data.has("states") else (),
     )
@@ -334,7 +334,7 @@ def _pass_columns(
     """The passes as JSON has them: a column for each field; values that are not kept, as null."""
     index = {name: i for i, name in enumerate(layers)}
     records = [record for _, record in passes]
-    keys, values = [own.keys for own in records], [own.values for own in records]
+    keys, values = [record.keys for record in records], [record.values for record in records]
 
     def each(spans: Sequence[Span | None], name: str) -> list[int | str | None]:
         return [None if span is None else getattr(span, name) for span in spans]
@@ -366,18 +366,18 @@ def _passes(
             raise wrong(data.called(name), f"{len(column):,} long", f"as long as layer: {count:,}")
     passes = []
     for i in range(count):
-        own = Fields({name: column[i] for name, column in columns.items()}, f"passes[{i}]")
-        spec = layers[own.integer("layer", 0, len(layers) - 1)]
-        step = own.integer("step", table.first_step, table.first_step + table.steps - 1)
-        block = own.integer("block", table.first_block)
+        fields = Fields({name: column[i] for name, column in columns.items()}, f"passes[{i}]")
+        spec = layers[fields.integer("layer", 0, len(layers) - 1)]
+        step = fields.integer("step", table.first_step, table.first_step + table.steps - 1)
+        block = fields.integer("block", table.first_block)
         inside = block - table.first_block
-        rows = own.integer("rows")
+        rows = fields.integer("rows")
         if inside >= len(table.block_rows) or table.block_rows[inside] != rows:
-            raise wrong(own.called("block"), block, f"one of this segment's, of {rows:,} rows")
-        keys = _span(own, "keys", rows, spec.d_in, table.bin_bytes)
+            raise wrong(fields.called("block"), block, f"one of this segment's, of {rows:,} rows")
+        keys = _span(fields, "keys", rows, spec.d_in, table.bin_bytes)
         values = None
-        if own.has("values_offset"):
-            values = _span(own, "values", rows, spec.d_out, table.bin_bytes)
+        if fields.has("values_offset"):
+            values = _span(fields, "values", rows, spec.d_out, table.bin_bytes)
         passes.append((spec.name, PassRecord(table.number, step, rows, block, keys, values)))
     return passes
 
@@ -385,14 +385,14 @@ def _passes(
 def _span(data: Fields, what: str, rows: int, d: int, most: int) -> Span:
     offset = data.integer(f"{what}_offset")
     try:
-        own = encoding(data.get(f"{what}_encoding"))
+        kind = encoding(data.get(f"{what}_encoding"))
     except ValueError as error:
         raise ValueError(f"{data.called(f'{what}_encoding')}: {error}") from None
-    nbytes = rows * own.row_bytes(d)
+    nbytes = rows * kind.row_bytes(d)
     if offset % ALIGNMENT or offset + nbytes > most:
         must_be = f"a multiple of {ALIGNMENT}, {nbytes:,} bytes before the end of the .bin file"
         raise wrong(data.called(f"{what}_offset"), offset, must_be)
-    return Span(offset, nbytes, data.text(f"{what}_xxh3"), own.name)
+    return Span(offset, nbytes, data.text(f"{what}_xxh3"), kind.name)
 
 
 def _columns(data: Fields) -> dict[str, str]:

@@ -152,14 +152,14 @@ class RecordingWriter:
         self._manifest = manifest
         self._directory = path / SEGMENTS
         self._initial: FileEntry | None = segments[0].initial if segments else None
-        files = [int(Path(entry.name).stem) for own in segments for entry in own.examples]
+        files = [int(Path(entry.name).stem) for segment in segments for entry in segment.examples]
         self._example_files = max(files, default=-1) + 1
         self._segments = len(segments)
-        self.steps = sum(own.steps for own in segments)
-        self._blocks = sum(len(own.block_rows) for own in segments)
+        self.steps = sum(segment.steps for segment in segments)
+        self._blocks = sum(len(segment.block_rows) for segment in segments)
         self._columns: dict[str, str] = {}
-        for own in segments:
-            self._columns.update(own.columns)
+        for segment in segments:
+            self._columns.update(segment.columns)
         blocks_table([], {})  # pyarrow's first array imports pandas, which takes its time: now
         self._fd: int | None = None
         self._open = _OpenSegment(first_step=self.steps)

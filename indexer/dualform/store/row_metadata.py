@@ -61,12 +61,12 @@ def column_types(blocks: Sequence[Block]) -> dict[str, str]:
 
 def row_schema(columns: Mapping[str, str]) -> pa.Schema:
     """Schema of row metadata with these user columns (type names by column name)."""
-    own = [
+    fields = [
         pa.field("step", pa.int64(), nullable=False),
         pa.field("slot", pa.int64(), nullable=False),
         pa.field("position", pa.int64()),
     ]
-    return pa.schema([*own, *(pa.field(name, TYPES[kind]) for name, kind in columns.items())])
+    return pa.schema([*fields, *(pa.field(name, TYPES[kind]) for name, kind in columns.items())])
 
 
 def blocks_table(blocks: Sequence[Block], columns: Mapping[str, str]) -> pa.Table:
@@ -112,7 +112,7 @@ def _column(parts: Sequence[np.ndarray | None], counts: np.ndarray, kind: str) -
         else:
             masks.append(np.zeros(count, np.bool_))
     values = _joined(spread, dtype)
-    mask = np.concatenate(masks) if masks and any(own.any() for own in masks) else None
+    mask = np.concatenate(masks) if masks and any(mask.any() for mask in masks) else None
     if kind == "string":  # as a list: from an object array, pyarrow would first import pandas
         if mask is not None:
             values[mask] = None
