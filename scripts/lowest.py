@@ -53,11 +53,11 @@ def _requirements(project: dict[str, object]) -> Iterator[str]:
     assert isinstance(extras, dict)
     lists = [
         project["dependencies"],
-        *(own for name, own in extras.items() if name not in LEFT_OUT),
+        *(needs for name, needs in extras.items() if name not in LEFT_OUT),
     ]
-    for own in lists:
-        assert isinstance(own, list)
-        yield from (text for text in own if not text.startswith(f"{project['name']}["))
+    for needs in lists:
+        assert isinstance(needs, list)
+        yield from (text for text in needs if not text.startswith(f"{project['name']}["))
 
 
 if __name__ == "__main__":

@@ -174,7 +174,7 @@ def edges(value: object, field: str) -> tuple[float, ...]:
 
 def ids(value: Iterable[object], field: str) -> tuple[int | str, ...]:
     """Example ids: ints and strings."""
-    return tuple(_id(own, field) for own in value)
+    return tuple(_id(entry, field) for entry in value)
 
 
 def _id(value: object, field: str) -> int | str:

@@ -38,8 +38,8 @@ def message_of(question: Question) -> Any:
                 message.layers.add(layer=layer, queries=tensor_of(queries))
         elif field.kind == "values":
             message.ids.extend(
-                pb.Value(string_value=own) if isinstance(own, str) else pb.Value(int64_value=own)
-                for own in value
+                pb.Value(string_value=item) if isinstance(item, str) else pb.Value(int64_value=item)
+                for item in value
             )
         elif field.kind == "numbers":
             getattr(message, field.name).extend(value)
@@ -82,7 +82,7 @@ def _value(message: Any, field: Field) -> Any:
 
 def _word(number: int, field: Field) -> str:
     """A choice's word; the first stands for the protocol's zero where none does."""
-    words = {own: word for word, own in field.choices.items()}
+    words = {value: word for word, value in field.choices.items()}
     if number in words:
         return words[number]
     if number == 0:
@@ -93,12 +93,12 @@ def _word(number: int, field: Field) -> str:
     )
 
 
-def _queries_of(own: pb.ExplainLayer) -> npt.NDArray[np.float32]:
+def _queries_of(layer: pb.ExplainLayer) -> npt.NDArray[np.float32]:
     try:
-        return _queries(own.queries)
+        return _queries(layer.queries)
     except QuestionError as error:
         raise QuestionError(
-            f"layer {own.layer!r}: {error}", field=error.field, reason=error.reason
+            f"layer {layer.layer!r}: {error}", field=error.field, reason=error.reason
         ) from None
 
 
@@ -122,15 +122,15 @@ def _queries(tensor: pb.Tensor) -> npt.NDArray[np.float32]:
     return np.frombuffer(data, dtype="<f4").reshape(n, d).astype(np.float32)
 
 
-def _id(own: pb.Value) -> int | str | None:
-    kind = own.WhichOneof("kind")
-    return None if kind is None else getattr(own, kind)
+def _id(value: pb.Value) -> int | str | None:
+    kind = value.WhichOneof("kind")
+    return None if kind is None else getattr(value, kind)
 
 
 _UNPACKED: dict[str, Callable[[Any], Any]] = {
     "tensor": _queries,
-    "layers": lambda sent: [(own.layer, _queries_of(own)) for own in sent],
-    "values": lambda sent: [_id(own) for own in sent],
+    "layers": lambda sent: [(layer.layer, _queries_of(layer)) for layer in sent],
+    "values": lambda sent: [_id(value) for value in sent],
     "numbers": lambda sent: list(sent) or None,
 }
 """What a question holds of a field, by the field's kind, where nothing else of it matters."""

@@ -48,18 +48,18 @@ class Client:
         """
         if self.indexes is None:
             return asked
-        own = [name for name in served if name in self.indexes]
-        if not asked and len(own) > 1:
+        allowed = [name for name in served if name in self.indexes]
+        if not asked and len(allowed) > 1:
             raise InvalidArgumentError(
-                f"several indexes are served; name one of them: {', '.join(own)}", field="index"
+                f"several indexes are served; name one of them: {', '.join(allowed)}", field="index"
             )
-        if (asked and asked not in own) or not own:
+        if (asked and asked not in allowed) or not allowed:
             raise NotFoundError(
-                f"no index {asked!r} is served to {self.name!r}; there are: {', '.join(own)}",
+                f"no index {asked!r} is served to {self.name!r}; there are: {', '.join(allowed)}",
                 field="index",
                 reason="UNKNOWN_INDEX",
             )
-        return asked or own[0]
+        return asked or allowed[0]
 
 
 class Access:
@@ -99,8 +99,8 @@ class Access:
         digest = _digest(token.strip() if scheme.lower() == "bearer" else "")
         found: Client | None = None
         # All of them, so that time tells nothing.
-        for own, client in self._tokens:
-            if hmac.compare_digest(own, digest):
+        for known, client in self._tokens:
+            if hmac.compare_digest(known, digest):
                 found = client
         return found or _unknown("the token is not one of this server's", "BAD_TOKEN")
 

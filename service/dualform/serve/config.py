@@ -218,7 +218,7 @@ def _tls(data: Any, folder: Path) -> TlsFiles:
     for name in ("certificate", "key"):
         if data.get(name) is None:
             raise ConfigError(f"tls needs certificate and key; {name} is missing")
-    paths = {name: _path(f"tls.{name}", own, folder) for name, own in data.items() if own}
+    paths = {name: _path(f"tls.{name}", value, folder) for name, value in data.items() if value}
     return TlsFiles(paths["certificate"], paths["key"], paths.get("client_ca"))
 
 

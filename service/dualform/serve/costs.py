@@ -41,7 +41,7 @@ def kind_of(method: str, request: Any) -> tuple[Any, ...]:
         if field.name in ("queries", "where"):
             sizes.append(value.ByteSize().bit_length())
         elif field.name in ("layers", "bins", "ids"):
-            sizes.append(sum(_size(own) for own in value).bit_length())
+            sizes.append(sum(_size(entry) for entry in value).bit_length())
         elif field.name == "k":
             sizes.append(int(value).bit_length())
         elif field.name != "at_step":

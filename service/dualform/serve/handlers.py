@@ -47,11 +47,11 @@ def attribution_handlers(
     experience = Experience()
     handlers = {}
     for method in SERVICE.methods:
-        own = (method.name, method.input_type.name, catalog, scans, experience)
+        shared = (method.name, method.input_type.name, catalog, scans, experience)
         handlers[method.name] = (
-            calls.stream(method.name, _parts(*own))
+            calls.stream(method.name, _parts(*shared))
             if method.server_streaming
-            else calls.unary(method.name, _answer(*own))
+            else calls.unary(method.name, _answer(*shared))
         )
     return grpc.method_handlers_generic_handler(SERVICE.full_name, handlers)
 
@@ -139,10 +139,10 @@ def _parts(
                 part = await scans.run(next_part, what=method, asker=asker)
             while isinstance(part, bytes):
                 yield part
-                own = Asker(asker.client, asker.connection, experience.seconds(kind))
-                part = await scans.run(next_part, what=method, asker=own, admitted=True)
-                experience.learn(kind, own.computed_s)
-                asker.computed_s += own.computed_s
+                part_asker = Asker(asker.client, asker.connection, experience.seconds(kind))
+                part = await scans.run(next_part, what=method, asker=part_asker, admitted=True)
+                experience.learn(kind, part_asker.computed_s)
+                asker.computed_s += part_asker.computed_s
         if part is not None:
             yield part
 
@@ -168,8 +168,8 @@ def _admit(call: Call, request: Any, catalog: Catalog) -> None:
         facts["index"] = request.index[:_MOST_LETTERS] or ",".join(catalog.names)
     layers = [request] if hasattr(request, "layer") else getattr(request, "layers", [])
     if layers:
-        facts["layer"] = ",".join(own.layer[:_MOST_LETTERS] for own in layers[:8])
-        facts["queries"] = sum(own.queries.shape[0] for own in layers if own.queries.shape)
+        facts["layer"] = ",".join(layer.layer[:_MOST_LETTERS] for layer in layers[:8])
+        facts["queries"] = sum(layer.queries.shape[0] for layer in layers if layer.queries.shape)
     if getattr(request, "k", 0):
         facts["k"] = request.k
 
@@ -200,9 +200,9 @@ def _listed(call: Call, response: Any) -> _Found:
     """What is served, as far as this client may know."""
     allowed = call.client.indexes
     if allowed is not None and hasattr(response, "indexes"):
-        own = [summary for summary in response.indexes if summary.name in allowed]
+        visible = [summary for summary in response.indexes if summary.name in allowed]
         del response.indexes[:]
-        response.indexes.extend(own)
+        response.indexes.extend(visible)
     return _found(response, False)
 
 

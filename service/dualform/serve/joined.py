@@ -121,10 +121,10 @@ class JoinedScans:
             if self._running.get(key) is done:
                 del self._running[key]
         answers = [found] * len(batch.members) if isinstance(found, Refusal) else found
-        for member, own in zip(batch.members, answers, strict=True):
+        for member, result in zip(batch.members, answers, strict=True):
             member.asker.queued_s, member.asker.computed_s = asker.queued_s, asker.computed_s
             if not member.answer.done():
-                member.answer.set_result(own)
+                member.answer.set_result(result)
 
     def _close(self, key: bytes, batch: _Batch) -> None:
         if self._open.get(key) is batch:

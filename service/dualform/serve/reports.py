@@ -89,11 +89,11 @@ class Reports:
 def facts_of(call: Call) -> dict[str, Any]:
     """What the log says of a call."""
     asker = call.asker
-    own = {"call": call.method, "id": call.request_id, "code": call.code}
+    head = {"call": call.method, "id": call.request_id, "code": call.code}
     if call.client.name:
-        own["client"] = call.client.name
+        head["client"] = call.client.name
     return {
-        **own,
+        **head,
         **call.facts,
         "queued_ms": round(asker.queued_s * 1000, 1),
         "computed_ms": round(asker.computed_s * 1000, 1),
@@ -112,15 +112,15 @@ class _JsonLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         facts = getattr(record, "facts", None)
-        own: dict[str, Any] = {
+        line: dict[str, Any] = {
             "time": self.formatTime(record),
             "level": record.levelname,
             "logger": record.name,
             **({"message": record.getMessage()} if facts is None else facts),
         }
         if record.exc_info:
-            own["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(own)
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line)
 
 
 class _Metrics:

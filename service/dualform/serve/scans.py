@@ -184,8 +184,10 @@ class ScanQueue:
         """
         most, sent = self._concurrent + self._queued, self._streams.total()
         if sent >= most or self._streams[connection] >= max(2, most // 2):
-            own = self._streams[connection]
-            yield busy(f"{sent} answers are being sent in parts, {own} of them to this connection")
+            of_this = self._streams[connection]
+            yield busy(
+                f"{sent} answers are being sent in parts, {of_this} of them to this connection"
+            )
             return
         self._streams[connection] += 1
         try:
@@ -240,14 +242,14 @@ class _Places:
         """Wait for a place; True where it is the cheap one, False otherwise."""
         start = max(self._now, self._clocks.get(asker.client, 0.0))
         self._clocks[asker.client] = start + asker.expected_s
-        own = _Waiting(start, next(self._order), asyncio.get_running_loop().create_future())
-        heapq.heappush(self._lines[asker.cheap], own)
+        waiting = _Waiting(start, next(self._order), asyncio.get_running_loop().create_future())
+        heapq.heappush(self._lines[asker.cheap], waiting)
         self._hand_out()
         try:
-            return await own.place
+            return await waiting.place
         except asyncio.CancelledError:
-            if own.place.done() and not own.place.cancelled():
-                self.give(own.place.result())
+            if waiting.place.done() and not waiting.place.cancelled():
+                self.give(waiting.place.result())
             raise
 
     def give(self, cheap_place: bool) -> None:
@@ -280,14 +282,14 @@ class _Places:
             self._clocks = {who: at for who, at in self._clocks.items() if at > self._now}
 
     def _next(self, line: list[_Waiting], *, cheap_place: bool) -> None:
-        own = heapq.heappop(line)
-        if own.place.done():
+        waiting = heapq.heappop(line)
+        if waiting.place.done():
             return
-        self._now = max(self._now, own.start)
+        self._now = max(self._now, waiting.start)
         self.taken += not cheap_place
         self._cheap_free -= cheap_place
         self._free -= not cheap_place
-        own.place.set_result(cheap_place)
+        waiting.place.set_result(cheap_place)
 
 
 @dataclass(frozen=True, order=True)

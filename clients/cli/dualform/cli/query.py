@@ -56,8 +56,8 @@ def add_to(commands: Any) -> None:
     output = _question(kinds, "output", _output, "the dual output: initial part and contributions")
     output.add_argument("--at-step", type=int, metavar="S", help="the layer after S steps")
     output.add_argument("--group-by", metavar="COLUMN", help="each group's part alone")
-    for own in (top_k, output):
-        own.add_argument(
+    for command in (top_k, output):
+        command.add_argument(
             "--max-residual",
             type=float,
             metavar="SHARE",

@@ -72,7 +72,7 @@ def matches(
     """
     style.need_matplotlib()
     asked = one_query(queries)
-    own = None if image is None else _grey(image, "image")
+    query_image = None if image is None else _grey(image, "image")
     answers = []
     for layer, query in asked.items():
         hits = client.top_k(
@@ -100,7 +100,7 @@ def matches(
             shown = [_grey(each, f"example {i!r}") for i, each in zip(ids, given, strict=True)]
         answers.append((hits, shown))
     with style.look():
-        return _draw(list(asked), answers, own, k, label)
+        return _draw(list(asked), answers, query_image, k, label)
 
 
 def _payloads(
@@ -157,17 +157,17 @@ def _is_unit(values: npt.NDArray[Any]) -> bool:
 def _draw(
     layers: Sequence[str],
     answers: Sequence[tuple[TopKResult, list[npt.NDArray[np.uint8]]]],
-    own: npt.NDArray[np.uint8] | None,
+    query_image: npt.NDArray[np.uint8] | None,
     k: int,
     label: str | None,
 ) -> Figure:
-    first = 0 if own is None else 1
+    first = 0 if query_image is None else 1
     figure = style.new_figure(1.15 * (k + first) + 0.3, 1.6 * len(layers) + 0.15, images=True)
     axes = figure.subplots(len(layers), k + first, squeeze=False)
     for each in axes.flat:
         _bare(each)
-    if own is not None:
-        _show(axes[0, 0], own)
+    if query_image is not None:
+        _show(axes[0, 0], query_image)
         axes[0, 0].set_title("query")
     for row, (layer, (hits, shown)) in enumerate(zip(layers, answers, strict=True)):
         axes[row, first].set_ylabel(f"layer {layer}")

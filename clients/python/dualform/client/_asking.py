@@ -205,7 +205,7 @@ class Asking:
         deadline = self._deadline(timeout)
         # Padding has no id, and what has no id has no payload.
         given = list(_flat(ids))
-        some = tuple(own for own in given if own is not None)
+        some = tuple(entry for entry in given if entry is not None)
         if not some:
             return [None] * len(given)
         question = ExamplesQuestion(some, index=index)  # type: ignore[arg-type]
@@ -221,7 +221,7 @@ class Asking:
             else:
                 payloads.extend(_payload(example) for example in response.examples)
         found = iter(payloads)
-        return [None if own is None else next(found) for own in given]
+        return [None if entry is None else next(found) for entry in given]
 
     def _known_limits(self, deadline: Deadline) -> Steps[ServerLimits]:
         if self._limits is None:

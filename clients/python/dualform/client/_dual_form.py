@@ -89,8 +89,8 @@ def dual_form(
     kinds = _chosen(model, info, layers)
     chosen = {name: model.get_submodule(name) for name in kinds}
     end = _end(info, at_step)
-    for own in chosen:
-        _check_exact(info.layers[own], None if at_step is None else end)
+    for name in chosen:
+        _check_exact(info.layers[name], None if at_step is None else end)
     if where is not None:
         _check_where(client, info, chosen, where, index, timeout)
     _warn_of_another_model(model, client, info, kinds, at_step, index, timeout)
@@ -176,16 +176,16 @@ def _saying_what_fits(forward: Forward) -> Forward:
 @contextmanager
 def _replaced(layer: torch.nn.Module, forward: Forward) -> Iterator[None]:
     """`layer.forward` is another inside; behind it, what it was, on the instance or the class."""
-    own = vars(layer).get("forward")
+    before = vars(layer).get("forward")
     # On the instance: the class, and other layers of it, stay as they are.
     layer.forward = forward
     try:
         yield
     finally:
-        if own is None:
+        if before is None:
             del layer.forward
         else:
-            layer.forward = own
+            layer.forward = before
 
 
 def _check_model(model: object) -> None:
@@ -325,15 +325,17 @@ def _warn_of_another_model(
     """
     import torch
 
-    inside = {id(own) for name in kinds for own in model.get_submodule(name).parameters()}
-    if all(id(own) in inside for own in model.parameters()):
+    inside = {
+        id(parameter) for name in kinds for parameter in model.get_submodule(name).parameters()
+    }
+    if all(id(parameter) in inside for parameter in model.parameters()):
         return
     for name, kind in kinds.items():
         layer = model.get_submodule(name)
         weight, bias = kind.matrix(layer).detach(), kind.bias(layer)
         probe = np.random.default_rng(0).standard_normal((1, weight.shape[1]))
         probe = probe.astype(np.float32)
-        own = torch.nn.functional.linear(
+        of_model = torch.nn.functional.linear(
             torch.from_numpy(probe).double(),
             weight.cpu().double(),
             None if bias is None else bias.detach().cpu().double(),
@@ -341,7 +343,7 @@ def _warn_of_another_model(
         # Either the checkpoint of that step is meant, or the trained model, where that is known.
         for step in {at_step} if info.layers[name].inexact else {at_step, None}:
             found = client.dual_output(name, probe, at_step=step, index=index, timeout=timeout)
-            if np.linalg.norm(found.values - own) <= SAME_WEIGHTS * np.linalg.norm(own):
+            if np.linalg.norm(found.values - of_model) <= SAME_WEIGHTS * np.linalg.norm(of_model):
                 break
         else:
             warnings.warn(

@@ -149,7 +149,7 @@ def _is_column(word: str) -> bool:
         parsed = Dialect.get_or_raise(None).parse_into(exp.Condition, f"{word} = 1")
     except ParseError:
         return False
-    return [type(own.this) for own in parsed if isinstance(own, exp.EQ)] == [exp.Column]
+    return [type(node.this) for node in parsed if isinstance(node, exp.EQ)] == [exp.Column]
 
 
 def _quote(words: list[str]) -> str:

@@ -275,11 +275,11 @@ def explanations_of(message: pb.ExplainResponse) -> list[Explanation]:
     """From the wire."""
     return [
         Explanation(
-            top_k=top_k_of(own.top_k) if own.HasField("top_k") else None,
-            sums=sums_of(own.sums) if own.HasField("sums") else None,
-            output=dual_output_of(own.output) if own.HasField("output") else None,
+            top_k=top_k_of(layer.top_k) if layer.HasField("top_k") else None,
+            sums=sums_of(layer.sums) if layer.HasField("sums") else None,
+            output=dual_output_of(layer.output) if layer.HasField("output") else None,
         )
-        for own in message.layers
+        for layer in message.layers
     ]
 
 
@@ -287,9 +287,9 @@ def join_explanations(parts: Sequence[Explanation]) -> Explanation:
     """As `join`, of each answer."""
     first = parts[0]
     return Explanation(
-        None if first.top_k is None else join([own.top_k for own in parts if own.top_k]),
-        None if first.sums is None else join([own.sums for own in parts if own.sums]),
-        None if first.output is None else join([own.output for own in parts if own.output]),
+        None if first.top_k is None else join([part.top_k for part in parts if part.top_k]),
+        None if first.sums is None else join([part.sums for part in parts if part.sums]),
+        None if first.output is None else join([part.output for part in parts if part.output]),
     )
 
 

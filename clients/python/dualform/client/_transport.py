@@ -150,10 +150,10 @@ class AsyncGrpcTransport:
 
     async def close(self) -> None:
         with self._lock:
-            own = self._of_loop.pop(asyncio.get_running_loop(), None)
+            opened = self._of_loop.pop(asyncio.get_running_loop(), None)
             self._of_loop.clear()
-        if own is not None:
-            await own[0].close()
+        if opened is not None:
+            await opened[0].close()
         # Other loops' channels close once nobody holds them: when their running calls are done.
 
     def _start(self) -> None:
