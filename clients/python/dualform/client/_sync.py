@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import closing
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
 
 from dualform.client._arrays import query_matrices, query_matrix
-from dualform.client._asking import Asking, Pause, Steps
+from dualform.client._asking import Asking
 from dualform.client._calls import checked_calls
 from dualform.client._connection import Tls, connection_of
+from dualform.client._driving import Driver
 from dualform.client._filters import filter_of
 from dualform.client._info import IndexInfo, IndexSummary
 from dualform.client._local import LocalTransport
@@ -28,8 +26,7 @@ from dualform.client._results import (
     weights_of,
 )
 from dualform.client._retry import DEFAULT_RETRY, Retry
-from dualform.client._transport import GrpcTransport, Transport
-from dualform.client.errors import DualformError, FailedPreconditionError
+from dualform.client._transport import GrpcTransport
 from dualform.questions import (
     ExplainQuestion,
     IndexQuestion,
@@ -47,11 +44,9 @@ from dualform.questions.questions import (
 )
 from dualform.v1.attribution_pb2 import Filter
 
-T = TypeVar("T")
-
 
 @checked_calls
-class Client:
+class Client(Driver):
     """Asks a server, or with `Client.local` an index on disk.
 
     Safe to use from several threads, and in processes forked after it was made: a forked process
@@ -80,8 +75,6 @@ class Client:
         >>> with Client("localhost:50051") as client:
         ...     hits = client.top_k("0", queries, k=10, where="label = 6")
     """
-
-    _closed: bool
 
     def __init__(
         self,
@@ -417,15 +410,7 @@ class Client:
                 chunks are taken.
         """
         question = StreamWeightsQuestion(layer, query_matrix(queries), index=index)
-        steps = self._asking.stream_weights(question, timeout)
-
-        def chunks() -> Iterator[WeightsChunk]:
-            messages = self._run(steps, self._opened)
-            with closing(messages):
-                for message in messages:
-                    yield weights_of(message)
-
-        return chunks()
+        return self._stream(self._asking.stream_weights(question, timeout), weights_of)
 
     def examples(
         self, ids: Iterable[object], *, index: str | None = None, timeout: float | None = None
@@ -463,41 +448,3 @@ class Client:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
-
-    def _start(self, transport: Transport, asking: Asking) -> None:
-        self._transport = transport
-        self._asking = asking
-        self._closed = False
-
-    def _opened(self, request: Any, timeout: float | None) -> Generator[Any, None, None]:
-        """An answer in parts whose first part is there, so that it can still be asked again."""
-        messages = self._transport.stream(request, timeout)
-        first = next(messages, None)
-
-        def all_of_them() -> Generator[Any, None, None]:
-            with closing(messages):
-                if first is not None:
-                    yield first
-                    yield from messages
-
-        return all_of_them()
-
-    def _run(self, steps: Steps[T], call: Callable[[Any, float | None], Any] | None = None) -> T:
-        if self._closed:
-            raise FailedPreconditionError("this client is closed; make a new one", reason="CLOSED")
-        try:
-            step = next(steps)
-            while True:
-                if isinstance(step, Pause):
-                    time.sleep(step.seconds)
-                    step = next(steps)
-                    continue
-                try:
-                    response = (call or self._transport.call)(step.request, step.timeout)
-                except DualformError as error:
-                    step = steps.throw(error)
-                else:
-                    step = steps.send(response)
-        except StopIteration as done:
-            result: T = done.value
-            return result

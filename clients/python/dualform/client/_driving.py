@@ -1,0 +1,117 @@
+"""What the clients do with the steps of `_asking`: take them, blocking or in an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Iterator
+from contextlib import aclosing, closing
+from typing import Any, TypeVar
+
+from dualform.client._asking import Asking, Pause, Steps
+from dualform.client._transport import AsyncTransport, Transport
+from dualform.client.errors import DualformError, FailedPreconditionError
+
+T = TypeVar("T")
+
+
+class Driver:
+    """Takes steps one after the other, and blocks meanwhile."""
+
+    def _start(self, transport: Transport, asking: Asking) -> None:
+        self._transport = transport
+        self._asking = asking
+        self._closed = False
+
+    def _stream(self, steps: Steps[Any], decode: Callable[[Any], T]) -> Iterator[T]:
+        messages = self._run(steps, self._opened)
+        with closing(messages):
+            for message in messages:
+                yield decode(message)
+
+    def _opened(self, request: Any, timeout: float | None) -> Generator[Any, None, None]:
+        """An answer in parts whose first part is there, so that it can still be asked again."""
+        messages = self._transport.stream(request, timeout)
+        first = next(messages, None)
+
+        def all_of_them() -> Generator[Any, None, None]:
+            with closing(messages):
+                if first is not None:
+                    yield first
+                    yield from messages
+
+        return all_of_them()
+
+    def _run(self, steps: Steps[T], call: Callable[[Any, float | None], Any] | None = None) -> T:
+        _check_open(self._closed)
+        try:
+            step = next(steps)
+            while True:
+                if isinstance(step, Pause):
+                    time.sleep(step.seconds)
+                    step = next(steps)
+                    continue
+                try:
+                    response = (call or self._transport.call)(step.request, step.timeout)
+                except DualformError as error:
+                    step = steps.throw(error)
+                else:
+                    step = steps.send(response)
+        except StopIteration as done:
+            result: T = done.value
+            return result
+
+
+class AsyncDriver:
+    """As `Driver`; the loop runs on meanwhile."""
+
+    def _start(self, transport: AsyncTransport, asking: Asking) -> None:
+        self._transport = transport
+        self._asking = asking
+        self._closed = False
+
+    async def _stream(self, steps: Steps[Any], decode: Callable[[Any], T]) -> AsyncIterator[T]:
+        messages = await self._run(steps, self._opened)
+        async with aclosing(messages):
+            async for message in messages:
+                yield decode(message)
+
+    async def _opened(self, request: Any, timeout: float | None) -> AsyncGenerator[Any, None]:
+        """As `Driver._opened`."""
+        messages = self._transport.stream(request, timeout)
+        first = await anext(messages, None)
+
+        async def all_of_them() -> AsyncGenerator[Any, None]:
+            async with aclosing(messages):
+                if first is not None:
+                    yield first
+                    async for message in messages:
+                        yield message
+
+        return all_of_them()
+
+    async def _run(
+        self, steps: Steps[T], call: Callable[[Any, float | None], Awaitable[Any]] | None = None
+    ) -> T:
+        _check_open(self._closed)
+        try:
+            step = next(steps)
+            while True:
+                if isinstance(step, Pause):
+                    await asyncio.sleep(step.seconds)
+                    step = next(steps)
+                    continue
+                try:
+                    response = await (call or self._transport.call)(step.request, step.timeout)
+                except DualformError as error:
+                    step = steps.throw(error)
+                else:
+                    step = steps.send(response)
+        except StopIteration as done:
+            result: T = done.value
+            return result
+
+
+def _check_open(closed: bool) -> None:
+    if closed:
+        raise FailedPreconditionError("this client is closed; make a new one", reason="CLOSED")
