@@ -92,13 +92,13 @@ def measured(data: Path, folder: Path, steps: int) -> dict[str, Any]:
             at = module(at)
         found["accuracy"] = float((at.argmax(1) == labels).float().mean())
         for name in LAYERS:
-            own = model[int(name)](torch.from_numpy(queries[name])).double().numpy()
+            expected = model[int(name)](torch.from_numpy(queries[name])).double().numpy()
             out = index.dual_output(name, queries[name])
-            length = np.linalg.norm(own, axis=1)
+            length = np.linalg.norm(expected, axis=1)
             found[f"output_error_{name}"] = float(
-                (np.linalg.norm(out.values - own, axis=1) / length).max()
+                (np.linalg.norm(out.values - expected, axis=1) / length).max()
             )
-        one = {name: own[:1] for name, own in queries.items()}
+        one = {name: batch[:1] for name, batch in queries.items()}
         where = parse_filter("label != 6")
 
         def masked() -> object:
@@ -108,10 +108,10 @@ def measured(data: Path, folder: Path, steps: int) -> dict[str, Any]:
         found["masked_of_training"] = found["masked_first_s"] / found["train_s"]
         found["masked_again_ms"] = 1e3 * min(seconds(masked) for _ in range(5))
         classes = index.dual_output("4", queries["4"], group_by="label")
-        own = model[4](torch.from_numpy(queries["4"])).double().numpy()
+        expected = model[4](torch.from_numpy(queries["4"])).double().numpy()
         total = classes.initial + classes.values.sum(1, dtype=np.float64)
         found["classes_error_4"] = float(
-            (np.linalg.norm(total - own, axis=1) / np.linalg.norm(own, axis=1)).max()
+            (np.linalg.norm(total - expected, axis=1) / np.linalg.norm(expected, axis=1)).max()
         )
 
         def scan() -> object:

@@ -75,8 +75,8 @@ def absolute(memory: Memory, rounds: int) -> dict[str, Any]:
     """Absolute class sums of 64 queries beside the product of the same shape."""
     queries = memory.queries[:64]
     with memory.open() as index:
-        own = index.layers[memory.layer]
-        keys = torch.cat([shard.keys.rows().clone() for shard in own.shards])
+        layer = index.layers[memory.layer]
+        keys = torch.cat([shard.keys.rows().clone() for shard in layer.shards])
         asked = torch.from_numpy(queries)
 
         def product() -> None:
@@ -154,14 +154,14 @@ def cold(memory: Memory) -> dict[str, Any]:
     result: dict[str, Any] = {"memory": memory.title}
     one = memory.queries[:1]
     with memory.open() as index:
-        own = index.layers[memory.layer]
+        layer = index.layers[memory.layer]
         asked = {
             "certified": partial(index.top_k, memory.layer, one, 10, strategy="certified"),
             "scan": partial(index.top_k, memory.layer, one, 10, strategy="scan"),
         }
         for run in asked.values():  # every file is checked when it is first used
             run()
-        result["keys_bytes"] = own.rows * own.d_in * 4
+        result["keys_bytes"] = layer.rows * layer.d_in * 4
         for strategy, run in asked.items():
             forget(index, memory.layer)
             result[f"{strategy}_bytes"] = bytes_read(run)
@@ -203,7 +203,7 @@ def growth(data: Path, largest: Path, scratch: Path, rounds: int) -> list[dict[s
 
 
 def _medians(times: dict[str, Times]) -> dict[str, float]:
-    return {name: own.median for name, own in times.items()}
+    return {name: measured.median for name, measured in times.items()}
 
 
 if __name__ == "__main__":

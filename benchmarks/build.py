@@ -34,7 +34,7 @@ def main() -> None:
         for name in seconds:
             with tempfile.TemporaryDirectory(dir=scratch) as directory:
                 seconds[name].append(run(name, arguments.recording, Path(directory) / "out"))
-    rates = {name: size / 1e6 / statistics.median(own) for name, own in seconds.items()}
+    rates = {name: size / 1e6 / statistics.median(times) for name, times in seconds.items()}
     result = {
         "bytes": size,
         "seconds": seconds,

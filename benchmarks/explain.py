@@ -47,9 +47,10 @@ def main() -> None:
                     print(results[-1], file=sys.stderr, flush=True)
     print("| layer | rows | queries | top-k | sums | output | explain | to the largest |")
     print("|---|---|---:|---:|---:|---:|---:|---:|")
-    for own in results:
-        cells = " | ".join(f"{own[name]:.0f}" for name in ("top_k", "sums", "output", "explain"))
-        print(f"| {own['layer']} | {own['case']} | {own['n']} | {cells} | {own['ratio']:.2f} |")
+    for result in results:
+        cells = " | ".join(f"{result[name]:.0f}" for name in ("top_k", "sums", "output", "explain"))
+        about = " | ".join(f"{result[name]}" for name in ("layer", "case", "n"))
+        print(f"| {about} | {cells} | {result['ratio']:.2f} |")
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1) + "\n")
 
@@ -70,6 +71,6 @@ def compare(index: Index, memory: Memory, title: str, n: int, rounds: int) -> di
         },
         rounds,
     )
-    found: dict[str, Any] = {name: own.median for name, own in times.items()}
+    found: dict[str, Any] = {name: measured.median for name, measured in times.items()}
     ratio = found["explain"] / max(found["top_k"], found["sums"], found["output"])
     return {"layer": memory.title, "case": title, "n": n, **found, "ratio": ratio}

@@ -46,9 +46,10 @@ def main() -> None:
     names = list(results[0]["ms"])
     print("| layer | filter | rows | queries | " + " | ".join(names) + " |")
     print("|---|---|---:|---:|" + "---:|" * len(names))
-    for own in results:
-        cells = " | ".join(f"{own['ms'][name]:.1f}" for name in names)
-        print(f"| {own['memory']} | {own['filter']} | {own['rows']:,} | {own['n']} | {cells} |")
+    for result in results:
+        cells = " | ".join(f"{result['ms'][name]:.1f}" for name in names)
+        about = f"{result['memory']} | {result['filter']} | {result['rows']:,} | {result['n']}"
+        print(f"| {about} | {cells} |")
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1) + "\n")
 
@@ -80,7 +81,7 @@ def compare(index: Index, memory: Memory, batches: list[int], rounds: int) -> li
             for name, search in contestants.items():
                 check(name, search(), queries, exact, allowed)
             times = turns(contestants, rounds, 2)
-            ms = {name: own.median for name, own in times.items()}
+            ms = {name: measured.median for name, measured in times.items()}
             found.append(
                 {"memory": memory.title, "filter": text, "rows": len(rows), "n": n, "ms": ms}
             )

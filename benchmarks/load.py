@@ -41,7 +41,7 @@ def main() -> None:
     with serving(arguments.index) as server:
         for clients in arguments.clients:
             for together in (False, True):
-                own = load(
+                measured = load(
                     server.address,
                     memory.layer,
                     memory.queries,
@@ -49,8 +49,8 @@ def main() -> None:
                     together,
                     arguments.seconds,
                 )
-                results.append(own)
-                print(own, file=sys.stderr, flush=True)
+                results.append(measured)
+                print(measured, file=sys.stderr, flush=True)
     print("| clients | apart, answers/s | median ms | joined, answers/s | median ms | ratio |")
     print("|---:|---:|---:|---:|---:|---:|")
     for apart, joined in zip(results[::2], results[1::2], strict=True):
@@ -86,7 +86,7 @@ def load(
         thread.start()
     for thread in threads:
         thread.join()
-    every = sorted(wait for own in waits for wait in own)
+    every = sorted(wait for of_client in waits for wait in of_client)
     return {
         "clients": clients,
         "joined": joined,

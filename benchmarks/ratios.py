@@ -46,7 +46,7 @@ class Ratio:
 def kept(size: str, path: Path = KEPT) -> list[Ratio]:
     """The ratios of one size, as ratios.json lists them."""
     return [
-        Ratio(name, **own) for name, own in json.loads(path.read_text())[size]["ratios"].items()
+        Ratio(name, **facts) for name, facts in json.loads(path.read_text())[size]["ratios"].items()
     ]
 
 

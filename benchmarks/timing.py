@@ -56,7 +56,8 @@ def turns(
                 if number:
                     seconds[name].append(1e3 * (time.perf_counter() - start))
     return {
-        name: Times(statistics.median(own), min(own), max(own)) for name, own in seconds.items()
+        name: Times(statistics.median(taken), min(taken), max(taken))
+        for name, taken in seconds.items()
     }
 
 

@@ -56,10 +56,10 @@ def main() -> None:
         for memory in memories:
             if arguments.layers and memory.title not in arguments.layers:
                 continue
-            own = scratch / memory.title.replace(" ", "-")
-            own.mkdir()
+            memory_scratch = scratch / memory.title.replace(" ", "-")
+            memory_scratch.mkdir()
             cases = [case for case in CASES if case[0] <= arguments.largest_batch]
-            results += compare(memory, cases, arguments.rounds, own, wanted)
+            results += compare(memory, cases, arguments.rounds, memory_scratch, wanted)
             if arguments.json:
                 arguments.json.write_text(json.dumps(results, indent=1) + "\n")
     print(table(results))
@@ -76,8 +76,8 @@ def compare(
 ) -> list[dict[str, Any]]:
     """Every case, every contestant, interleaved."""
     with memory.open() as index:
-        own = index.layers[memory.layer]
-        keys = torch.cat([shard.keys.rows().clone() for shard in own.shards])
+        layer = index.layers[memory.layer]
+        keys = torch.cat([shard.keys.rows().clone() for shard in layer.shards])
         note(f"{memory.title}: {len(keys):,} rows of {keys.shape[1]}")
         contestants = peers(keys, scratch, wanted)
         for strategy in STRATEGIES:
@@ -109,8 +109,10 @@ def compare(
                     "n": n,
                     "k": k,
                     "rounds": few,
-                    "ms": {name: own.median for name, own in times.items()},
-                    "range_ms": {name: [own.low, own.high] for name, own in times.items()},
+                    "ms": {name: measured.median for name, measured in times.items()},
+                    "range_ms": {
+                        name: [measured.low, measured.high] for name, measured in times.items()
+                    },
                     "machine": limits,
                 }
             )
@@ -142,8 +144,8 @@ def check(
         exact, allowed: What `references` gave for these queries and k.
     """
     for place, i in enumerate(_checked(len(queries))):
-        own = np.sort(scores[i])[::-1]
-        if not np.allclose(own, exact[place], rtol=0, atol=allowed[place]):
+        best = np.sort(scores[i])[::-1]
+        if not np.allclose(best, exact[place], rtol=0, atol=allowed[place]):
             raise SystemExit(f"{name} is wrong for query {i}")
 
 
@@ -154,11 +156,11 @@ def references(queries: np.ndarray, keys: torch.Tensor, k: int) -> tuple[np.ndar
         Their k largest float64 scores, descending, [checked, k], and how far a float32 score may be
         from these, [checked].
     """
-    own = torch.from_numpy(queries[_checked(len(queries))]).double()
-    parts = [own @ part.double().T for part in keys.split(1 << 14)]
+    checked = torch.from_numpy(queries[_checked(len(queries))]).double()
+    parts = [checked @ part.double().T for part in keys.split(1 << 14)]
     best = torch.cat(parts, dim=1).topk(k, dim=1).values
     longest = float(torch.linalg.vector_norm(keys, dim=1).max())
-    allowed = 2e-6 * longest * torch.linalg.vector_norm(own, dim=1)
+    allowed = 2e-6 * longest * torch.linalg.vector_norm(checked, dim=1)
     return best.numpy(), allowed.numpy()
 
 

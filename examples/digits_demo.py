@@ -124,7 +124,8 @@ def ask(client: Client, model: nn.Sequential, layer: str, query: np.ndarray) -> 
     output = client.dual_output(layer, query)
     parts = client.dual_output(layer, query, group_by="label")
     with torch.no_grad():
-        own = model.get_submodule(layer)(torch.from_numpy(query)).numpy()[0].astype(np.float64)
+        real = model.get_submodule(layer)(torch.from_numpy(query))
+    layer_output = real.numpy()[0].astype(np.float64)
     dual = output.values[0].astype(np.float64)
 
     # The same image returns in every epoch: show each once, at its largest weight.
@@ -152,7 +153,7 @@ def ask(client: Client, model: nn.Sequential, layer: str, query: np.ndarray) -> 
         parts=parts.values[0],
         initial=output.initial[0],
         dual=dual,
-        own=own,
+        layer_output=layer_output,
     )
 
 
@@ -178,7 +179,7 @@ def report(image: int, label: int, answers: list[LayerAnswer]) -> None:
     for name, values in (
         ("class", [f"{x:>8}" for x in range(len(last.dual))]),
         ("dual form", [f"{x:8.3f}" for x in last.dual]),
-        ("own output", [f"{x:8.3f}" for x in last.own]),
+        ("own output", [f"{x:8.3f}" for x in last.layer_output]),
     ):
         print(f"    {name:<14}{''.join(values)}")
     print(f"\nWhat each class's training images added to the output for {predicted}:")

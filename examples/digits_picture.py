@@ -50,7 +50,7 @@ class LayerAnswer:
         parts: float32 [classes, d_out], what each class's rows contribute.
         initial: float32 [d_out], what the initial weights and bias contribute.
         dual: float64 [d_out], the dual output.
-        own: float64 [d_out], the layer's own output.
+        layer_output: float64 [d_out], the layer's own output.
     """
 
     layer: str
@@ -62,12 +62,14 @@ class LayerAnswer:
     parts: np.ndarray
     initial: np.ndarray
     dual: np.ndarray
-    own: np.ndarray
+    layer_output: np.ndarray
 
     @property
     def error(self) -> float:
-        """|dual - own| / |own|."""
-        return float(np.linalg.norm(self.dual - self.own) / np.linalg.norm(self.own))
+        """|dual - layer_output| / |layer_output|."""
+        return float(
+            np.linalg.norm(self.dual - self.layer_output) / np.linalg.norm(self.layer_output)
+        )
 
 
 def draw(query: np.ndarray, label: int, answers: list[LayerAnswer], top: int, path: Path) -> None:

@@ -136,9 +136,9 @@ def _run(plan: Checkpoints, arguments: argparse.Namespace) -> dict[str, Any]:
 def _failures(plan: Checkpoints, facts: dict[str, Any]) -> list[str]:
     """What does not hold, in words."""
     found = [
-        f"layer {own['layer']} after {own['step']:,} steps: {own['error']:.1e}"
-        for own in facts["errors"]
-        if not own["error"] <= plan.max_output_error
+        f"layer {entry['layer']} after {entry['step']:,} steps: {entry['error']:.1e}"
+        for entry in facts["errors"]
+        if not entry["error"] <= plan.max_output_error
     ]
     if not facts["same_bits"]:
         found.append("the recorded run's weights are not those of the plain run, bit for bit")
@@ -153,8 +153,8 @@ def _page(
     plan: Checkpoints, facts: dict[str, Any], failures: list[str], arguments: argparse.Namespace
 ) -> str:
     study = config.load(plan.study)
-    layers = list(dict.fromkeys(own["layer"] for own in facts["errors"]))
-    error = {(own["step"], own["layer"]): own for own in facts["errors"]}
+    layers = list(dict.fromkeys(entry["layer"] for entry in facts["errors"]))
+    error = {(entry["step"], entry["layer"]): entry for entry in facts["errors"]}
     variant = study.variants[plan.variant]
     default = arguments.plan.resolve() == DEFAULT
     plan_argument = "" if default else f" {arguments.plan.name}"

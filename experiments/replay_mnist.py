@@ -108,10 +108,10 @@ def main() -> int:
 
     replay = Replay(first)
     outputs = {}
-    for layer, own in queries.items():
-        replay.top_k(layer, own, arguments.k)
-        replay.sums(layer, own, "label", absolute=True)
-        outputs[layer] = replay.dual_output(layer, own)
+    for layer, asked in queries.items():
+        replay.top_k(layer, asked, arguments.k)
+        replay.sums(layer, asked, "label", absolute=True)
+        outputs[layer] = replay.dual_output(layer, asked)
     plain = Training(study, variant, sets, None, steps)
     again = Training(study, variant, sets, replay, steps)
     loads = []
@@ -119,9 +119,9 @@ def main() -> int:
         loads.append(os.getloadavg()[0])
 
     errors = {}
-    for layer, own in queries.items():
+    for layer, asked in queries.items():
         with torch.no_grad():
-            real = plain.model.get_submodule(layer)(torch.from_numpy(own))
+            real = plain.model.get_submodule(layer)(torch.from_numpy(asked))
         off = torch.from_numpy(outputs[layer].result()) - real
         errors[layer] = float((off.norm(dim=1) / real.norm(dim=1)).max())
     facts = {

@@ -65,12 +65,12 @@ def _ask(
 ) -> dict[str, Any]:
     """One layer: seconds per question, the largest relative error, and the vote of its sums."""
     with torch.no_grad():
-        own = layer(torch.from_numpy(queries)).double().numpy()
+        expected = layer(torch.from_numpy(queries)).double().numpy()
     start = time.perf_counter()
     output = client.dual_output(name, queries)
     output_seconds = time.perf_counter() - start
     dual = output.values.astype(np.float64)
-    error = np.linalg.norm(dual - own, axis=1) / np.linalg.norm(own, axis=1)
+    error = np.linalg.norm(dual - expected, axis=1) / np.linalg.norm(expected, axis=1)
 
     with Sampler(server_pid) as sampler:
         hits = client.top_k(name, queries[: ask.top_k_queries], k=ask.k, order="absolute")

@@ -46,9 +46,10 @@ def main(
                     start = time.perf_counter()
                     out = index.dual_output(name, queries[name], at_step=step)
                     with torch.no_grad():
-                        own = layer(torch.from_numpy(queries[name])).double().numpy()
+                        expected = layer(torch.from_numpy(queries[name])).double().numpy()
                     dual = out.values.astype(np.float64)
-                    error = np.linalg.norm(dual - own, axis=1) / np.linalg.norm(own, axis=1)
+                    length = np.linalg.norm(expected, axis=1)
+                    error = np.linalg.norm(dual - expected, axis=1) / length
                     errors.append(
                         {
                             "step": step,

@@ -121,7 +121,7 @@ def perplexity(model: LanguageModel, tokens: torch.Tensor, most: int = 20_000) -
     tokens = tokens[: most + 1]
     total, state = 0.0, None
     for start in range(0, len(tokens) - 1, 500):
-        own = tokens[start : start + 501]
-        logits, state = model(own[None, :-1], state)
-        total += float(nn.functional.cross_entropy(logits[0], own[1:], reduction="sum"))
+        window = tokens[start : start + 501]
+        logits, state = model(window[None, :-1], state)
+        total += float(nn.functional.cross_entropy(logits[0], window[1:], reduction="sum"))
     return math.exp(total / (len(tokens) - 1))

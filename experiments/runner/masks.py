@@ -43,7 +43,7 @@ def main(study_file: str, data: str, scratch: str, folder: str, address: str) ->
         return dict(zip(tests, right, strict=True))
 
     with torch.no_grad():
-        own = model(inputs)
+        by_model = model(inputs)
     passes: list[dict[str, Any]] = []
     with Client(address, timeout=3600) as client:
         start = time.perf_counter()
@@ -93,11 +93,11 @@ def main(study_file: str, data: str, scratch: str, folder: str, address: str) ->
             by_dual_form(f"the layers after {before:,} steps", None, at_step=before)
         test = tests[masks.kept]
         half = slice(0, masks.images)
-        astray = _astray(client, model, test, masks, own[half].double(), masked[half])
+        astray = _astray(client, model, test, masks, by_model[half].double(), masked[half])
     facts = {
         "images": masks.images,
-        "accuracy": shares(own.argmax(1)),
-        "differ_from_model": _differ(whole, own),
+        "accuracy": shares(by_model.argmax(1)),
+        "differ_from_model": _differ(whole, by_model),
         "parts_seconds": parts_seconds,
         "passes": passes,
         "sweep": [
@@ -160,8 +160,8 @@ def _forward(weights: list[np.ndarray], inputs: torch.Tensor) -> torch.Tensor:
     """Logits of the network with these layers, in float64."""
     x = inputs.double()
     for number, weight in enumerate(weights):
-        own = torch.from_numpy(weight)
-        x = torch.addmm(own[:, -1], torch.relu(x) if number else x, own[:, :-1].T)
+        matrix = torch.from_numpy(weight)
+        x = torch.addmm(matrix[:, -1], torch.relu(x) if number else x, matrix[:, :-1].T)
     return x
 
 
@@ -185,7 +185,7 @@ def _astray(
     model: nn.Module,
     test: images.Images,
     masks: config.Masks,
-    own: torch.Tensor,
+    unmasked: torch.Tensor,
     masked: torch.Tensor,
 ) -> dict[str, Any]:
     """A test image that the rows of `masks.task` send wrong, found by asking.
@@ -197,12 +197,12 @@ def _astray(
     logits the rows push furthest from its label to p.
 
     Args:
-        own, masked: Logits with no row masked and with the task's rows masked, [images, 10].
+        unmasked, masked: Logits with no row masked and with the task's rows masked, [images, 10].
     """
     places = torch.nonzero(test.labels[: masks.images] == masks.misled).flatten()
     queries = capture_queries(model, test.inputs[places])
     last = images.linear_layers(model)[-1]
-    with_rows, without = own[places].numpy(), masked[places].numpy()
+    with_rows, without = unmasked[places].numpy(), masked[places].numpy()
     wrong = with_rows.argmax(1)
     every = np.arange(len(places))
     pushed = with_rows - without

@@ -68,10 +68,10 @@ def failures(study: Study, run: Run) -> list[str]:
     """The bounds that do not hold, in words."""
     variant = study.variants[run.variant]
     found = []
-    for own in run.verify.get("layers", ()):
-        error = own["weight_error"]
+    for checked in run.verify.get("layers", ()):
+        error = checked["weight_error"]
         if error is None or error > variant.max_weight_error:
-            found.append(f"layer {own['layer']}: weight error {error}; {own['note']}")
+            found.append(f"layer {checked['layer']}: weight error {error}; {checked['note']}")
     if study.ask is not None:
         server = run.stages["serve"].peak_anonymous / 1e6
         if server > study.ask.max_server_mb:
@@ -117,7 +117,7 @@ def write(study: Study, runs: list[Run], command: str, out: Path) -> None:
         ", ".join(f"{key} {value}" for key, value in _machine().items()) + ".",
     ]
     for name in dict.fromkeys(run.variant for run in runs):
-        own = [run for run in runs if run.variant == name]
+        of_variant = [run for run in runs if run.variant == name]
         variant = study.variants[name]
         lines += [
             "",
@@ -125,8 +125,8 @@ def write(study: Study, runs: list[Run], command: str, out: Path) -> None:
             f"clip {variant.clip:g}",
         ]
         if study.votes is not None:
-            lines += ["", *table1.write(own, out, "" if name == "code" else f"_{name}")]
-        for run in own:
+            lines += ["", *table1.write(of_variant, out, "" if name == "code" else f"_{name}")]
+        for run in of_variant:
             lines += ["", *_run(study, variant, run)]
     (out / "report.md").write_text("\n".join(lines) + "\n")
 
@@ -158,7 +158,7 @@ def _run(study: Study, variant: Variant, run: Run) -> list[str]:
     if study.ask is not None:
         lines += ["", *_asked(study, variant, run)]
     elif study.verify:
-        errors = ", ".join(f"{own['weight_error']:.1e}" for own in run.verify["layers"])
+        errors = ", ".join(f"{checked['weight_error']:.1e}" for checked in run.verify["layers"])
         lines += ["", f"`dualform index verify`: the rows rebuild the layers' weights to {errors}."]
     if study.masks is not None:
         lines += ["", *_masked(study, run)]
@@ -244,23 +244,24 @@ def _masked(study: Study, run: Run) -> list[str]:
         "last layer of all tasks and labels, as in the paper's example.",
     ]
     if "example" in found:
-        own = found["example"]
-        label, prediction = found["label"], own["prediction"]
+        example = found["example"]
+        label, prediction = found["label"], example["prediction"]
         lines += [
             "",
             f"An example, preferably taken for a {study.masks.taken_for}, that is pushed furthest: "
-            f"test image {own['place']}, taken for a {prediction}. Its logits for "
-            f"{label} and {prediction} are {own['logits'][label]:.2f} and "
-            f"{own['logits'][prediction]:.2f}, with the {task} rows masked "
-            f"{own['logits_masked'][label]:.2f} and {own['logits_masked'][prediction]:.2f}.",
+            f"test image {example['place']}, taken for a {prediction}. Its logits for "
+            f"{label} and {prediction} are {example['logits'][label]:.2f} and "
+            f"{example['logits'][prediction]:.2f}, with the {task} rows masked "
+            f"{example['logits_masked'][label]:.2f} and "
+            f"{example['logits_masked'][prediction]:.2f}.",
         ]
     return lines
 
 
 def _weight_error(run: Run, layer: str) -> str:
-    for own in run.verify.get("layers", ()):
-        if own["layer"] == layer and own["weight_error"] is not None:
-            return f"{own['weight_error']:.1e}"
+    for checked in run.verify.get("layers", ()):
+        if checked["layer"] == layer and checked["weight_error"] is not None:
+            return f"{checked['weight_error']:.1e}"
     return "not rebuilt"
 
 

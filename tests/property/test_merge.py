@@ -173,7 +173,7 @@ def check_hits(
         for i in range(len(memory.queries)):
             distinct = ranking.distinct is not None
             ids, best = expected(scores[i], memory, ranking.k, ranking.order, allowed, distinct)
-            np.testing.assert_array_equal(hits.rows[i, g], ids)
+            np.testing.assert_array_equal(hits.ids[i, g], ids)
             np.testing.assert_array_equal(hits.scores[i, g].view(np.int32), best.view(np.int32))
 
 
@@ -196,7 +196,7 @@ def test_top_k(order: str, memory: Memory, data: st.DataObject) -> None:
     assert isinstance(hits, Hits)
     check_hits(hits, scores, memory, ranking, grouped)
     place = {int(row): place for place, row in enumerate(memory.ids)}
-    found = sorted({int(row) for row in hits.rows.ravel() if row >= 0})
+    found = sorted({int(row) for row in hits.ids.ravel() if row >= 0})
     assert list(hits.columns) == found
     for name in ("label", "noise"):
         kept = [hits.columns[row][name] for row in found]
@@ -381,7 +381,7 @@ def test_an_index_its_shards_and_what_is_not_in_it(
                     for t in best
                     if columns["example"][t] not in seen and not seen.add(columns["example"][t])  # type: ignore
                 ]
-            got = hits.rows[i, g]
+            got = hits.ids[i, g]
             assert got[got >= 0].tolist() == best[:k]
             np.testing.assert_array_equal(hits.scores[i, g, : len(best[:k])], scores[i][best[:k]])
 

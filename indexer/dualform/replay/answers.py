@@ -129,7 +129,7 @@ class TopK(Answer):
         """
         self._check_finished()
         hits = self._best.result()
-        rows, scores = hits.rows, hits.scores
+        rows, scores = hits.ids, hits.scores
         if not self._grouped:
             rows, scores = rows[:, 0], scores[:, 0]
         groups = hits.groups.to_pylist() if self._grouped else None

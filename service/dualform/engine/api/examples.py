@@ -80,7 +80,8 @@ class Examples:
         places = self._known()
         with opened(self._directory, self._payloads, REBUILD) as fd:
             return [
-                None if (place := places.get(own)) is None else self._read(fd, place) for own in ids
+                None if (place := places.get(example)) is None else self._read(fd, place)
+                for example in ids
             ]
 
     def sizes(self, ids: Sequence[int | str]) -> int:
@@ -88,7 +89,7 @@ class Examples:
         if self._payloads is None:
             return 0
         places = self._known()
-        return sum(places[own].size for own in ids if own in places)
+        return sum(places[example].size for example in ids if example in places)
 
     def _known(self) -> Mapping[int | str, Place]:
         with self._lock:
@@ -104,10 +105,10 @@ class Examples:
             columns = [
                 found[name].to_pylist() for name in ("id", "kind", "offset", "bytes", "xxh3")
             ]
-            places = {own: Place(*place) for own, *place in zip(*columns, strict=True)}
-            for own, place in places.items():
+            places = {example: Place(*place) for example, *place in zip(*columns, strict=True)}
+            for example, place in places.items():
                 if place.kind not in _KINDS or not 0 <= place.offset <= most - place.size <= most:
-                    raise ValueError(f"the payload of {own!r} lies nowhere")
+                    raise ValueError(f"the payload of {example!r} lies nowhere")
             return places
 
     def _read(self, fd: int, place: Place) -> bytes | str:
@@ -132,11 +133,11 @@ class Examples:
             if identity(status(self._directory, table, REBUILD)) != self._checked:
                 raise ValueError("it was changed after it had been checked")
             for batch in batches(fd):
-                for i, own in enumerate(batch.column("id").to_pylist()):
-                    if own in wanted:
+                for i, example in enumerate(batch.column("id").to_pylist()):
+                    if example in wanted:
                         kind, data = (batch.column(name)[i].as_py() for name in ("kind", "data"))
-                        found[own] = data.decode() if kind == "text" else data
-        return [found.get(own) for own in ids]
+                        found[example] = data.decode() if kind == "text" else data
+        return [found.get(example) for example in ids]
 
     @contextmanager
     def _damage(self, entry: FileEntry) -> Iterator[None]:

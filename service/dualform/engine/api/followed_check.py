@@ -53,16 +53,16 @@ def check_by_following(
         up_to: States after more steps are not compared.
         advance: Called with numbers of rows done.
     """
-    own, found = layer.manifest, FollowedCheck()
-    initial, final = index.state(own.name, "initial"), index.state(own.name, "final")
+    manifest, found = layer.manifest, FollowedCheck()
+    initial, final = index.state(manifest.name, "initial"), index.state(manifest.name, "final")
     assert initial is not None
     whole, between = _run(index, layer, initial, 0), _Between(index, layer, initial, tolerance)
     names, ratios = between.names, between.ratios
-    states = [step for step, _ in own.states if 0 < step <= up_to]
+    states = [step for step, _ in manifest.states if 0 < step <= up_to]
     for rows in steps_in_order(layer, 0, index.steps, None):
         while states and states[0] <= rows.step:
             step = states.pop(0)
-            state = index.state(own.name, step)
+            state = index.state(manifest.name, step)
             assert state is not None
             between.compare(step, state)
         whole.take(rows.step, rows.keys, rows.values, [slice(None)])
@@ -72,7 +72,7 @@ def check_by_following(
     if final is not None and up_to >= index.steps:
         between.compare(index.steps, final)
     found.bad = between.bad
-    stored = index.state(own.name, "rebuilt")
+    stored = index.state(manifest.name, "rebuilt")
     if stored is not None:
         found.off = [name for name, off in _off(whole, stored, names).items() if off]
     if final is not None:
@@ -91,8 +91,8 @@ class _Between:
     """
 
     def __init__(self, index: HasStates, layer: Layer, initial: State, tolerance: float) -> None:
-        own = layer.manifest
-        self.names = [own.weight] + ([] if own.bias is None else [own.bias])
+        manifest = layer.manifest
+        self.names = [manifest.weight] + ([] if manifest.bias is None else [manifest.bias])
         self.ratios: dict[str, list[float]] = {name: [] for name in self.names}
         self.bad: BadInterval | None = None
         self._index, self._layer, self._tolerance = index, layer, tolerance
@@ -139,12 +139,12 @@ def _rebuilt(
 
 
 def _run(index: HasStates, layer: Layer, state: State, start: int) -> LayerRun:
-    own, ledger = layer.manifest, index.ledger
+    manifest, ledger = layer.manifest, index.ledger
     return LayerRun(
         ledger.family,
-        ledger.parameters[own.weight],
-        None if own.bias is None else ledger.parameters[own.bias],
-        layer_state(state, ledger.family, own.weight, own.bias),
+        ledger.parameters[manifest.weight],
+        None if manifest.bias is None else ledger.parameters[manifest.bias],
+        layer_state(state, ledger.family, manifest.weight, manifest.bias),
         start,
         1,
     )
@@ -162,8 +162,8 @@ def _weights(run: LayerRun, names: list[str]) -> dict[str, np.ndarray]:
 def _off(run: LayerRun, stored: State, names: list[str]) -> dict[str, bool]:
     """Which parameters' stored parts are not what following gives."""
     off: dict[str, bool] = {}
-    for prefix, own in (("", run.part(0)), (INITIAL, run.initial())):
-        for name, ours in zip(names, (own.weight, own.bias), strict=False):
+    for prefix, part in (("", run.part(0)), (INITIAL, run.initial())):
+        for name, ours in zip(names, (part.weight, part.bias), strict=False):
             theirs = stored.get(prefix + name)
             if ours is None:
                 continue

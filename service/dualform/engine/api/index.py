@@ -70,14 +70,14 @@ class Index(Keywords):
         self._manifest = IndexManifest.load(path)
         self._ledger = self._manifest.load_ledger(path)
         spaces = self._manifest.spaces
-        self._rows = [Rows(path, space) for space in spaces]
+        self._tables = [Rows(path, space) for space in spaces]
         self.layers: Mapping[str, Layer] = {
-            name: open_layer(path, layer, spaces[layer.space], self._rows[layer.space])
+            name: open_layer(path, layer, spaces[layer.space], self._tables[layer.space])
             for name, layer in self._manifest.layers.items()
         }
-        for rows in self._rows:
-            if rows.total and not 0 <= rows.steps.min() <= rows.steps.max() < self._manifest.steps:
-                steps = self._manifest.steps
+        steps = self._manifest.steps
+        for table in self._tables:
+            if table.total and not 0 <= table.steps.min() <= table.steps.max() < steps:
                 raise DamagedError(path, f"a row's step is none of the {steps:,} steps", REBUILD)
         self._states = States(path)
         outputs = DualOutputs(self._ledger, self._states, device)
@@ -245,9 +245,9 @@ class Index(Keywords):
         Returns:
             float64 [n, d_out] both; None where the index does not know.
         """
-        own = self.layer(layer).manifest
+        manifest = self.layer(layer).manifest
         outputs = self._opened.outputs
-        return outputs.remainder(own, queries), outputs.trained(own, queries)
+        return outputs.remainder(manifest, queries), outputs.trained(manifest, queries)
 
     def ledger_coefficients(self, layer: str, at_step: int) -> LayerCoefficients:
         """The coefficients of every row after so many steps."""
@@ -263,13 +263,15 @@ class Index(Keywords):
             which: Before the first step, after the last, or a stored state by its step; "rebuilt"
                 is what the rows add up to in the trained layer, float64.
         """
-        own = self.layer(layer).manifest
-        ends = {"initial": own.initial, "final": own.final, "rebuilt": own.rebuilt}
-        entry = dict(own.states).get(which) if isinstance(which, int) else ends[which]
+        manifest = self.layer(layer).manifest
+        ends = {"initial": manifest.initial, "final": manifest.final, "rebuilt": manifest.rebuilt}
+        entry = dict(manifest.states).get(which) if isinstance(which, int) else ends[which]
         with self._guarded():
             if entry is None:
                 return None
-            return {name: own.numpy().copy() for name, own in self._states.read(entry).items()}
+            return {
+                name: tensor.numpy().copy() for name, tensor in self._states.read(entry).items()
+            }
 
     def parts_off(self, layer: str) -> list[str]:
         """Which columns' stored parts do not add up to what all of a layer's rows do, in words."""
@@ -295,7 +297,7 @@ class Index(Keywords):
     def _row_files(self) -> list[ShardFile]:
         """The keys and values."""
         shards = [shard for layer in self.layers.values() for shard in layer.shards]
-        return [file for own in shards for file in (own.keys, own.values) if file is not None]
+        return [file for shard in shards for file in (shard.keys, shard.values) if file is not None]
 
     def _needed(self) -> list[FileEntry | None]:
         """What answers need besides keys and values; None where there is no such file."""
@@ -304,18 +306,26 @@ class Index(Keywords):
         for space in manifest.spaces:
             needed += [shard.sidecar for shard in space.shards]
         for layer in self.layers.values():
-            own = layer.manifest
-            needed += [own.initial, own.final, own.rebuilt, *(entry for _, entry in own.states)]
-            needed += [parts.file for parts in own.parts]
+            published = layer.manifest
+            needed += [
+                published.initial,
+                published.final,
+                published.rebuilt,
+                *(entry for _, entry in published.states),
+            ]
+            needed += [parts.file for parts in published.parts]
         return needed
 
     def _spared(self) -> list[FileEntry | None]:
         """What only makes answers cheaper; None where there is no such file."""
         spared: list[FileEntry | None] = []
         for layer in self.layers.values():
-            own = layer.manifest
-            spared += [own.directions, None if own.equal_keys is None else own.equal_keys.first]
-            spared += [entry for shard in own.shards for entry in (shard.sketch, shard.sums)]
+            published = layer.manifest
+            spared += [
+                published.directions,
+                None if published.equal_keys is None else published.equal_keys.first,
+            ]
+            spared += [entry for shard in published.shards for entry in (shard.sketch, shard.sums)]
         return spared
 
     @contextmanager

@@ -87,15 +87,15 @@ class IntervalCheck:
         self, index: HasStates, layer: Layer, *, final: bool, up_to: int, tolerance: float
     ) -> None:
         self._index, self._layer, self._tolerance = index, layer, tolerance
-        own = layer.manifest
+        manifest = layer.manifest
         self._states: list[tuple[int, Literal["initial", "final"] | int]] = [(0, "initial")]
-        self._states += [(step, step) for step, _ in own.states if step <= up_to]
+        self._states += [(step, step) for step, _ in manifest.states if step <= up_to]
         if final and self._states[-1][0] < index.steps:
             self._states.append((index.steps, "final"))
         self._bounds = np.array([step for step, _ in self._states])
         self.last_step = int(self._bounds[-1])
         self.bad: BadInterval | None = None
-        self._directions = _directions(own.d_in)
+        self._directions = _directions(manifest.d_in)
         self._sums: dict[int, list[_Sum]] = {}
         self._next = 0
         self._before: State | None = None
@@ -167,11 +167,14 @@ class IntervalCheck:
     def _sums_of(self, number: int) -> list[_Sum]:
         """The interval's sums: of the weight and the bias, and of their momentum buffers."""
         if number not in self._sums:
-            own, ledger = self._layer.manifest, self._index.ledger
+            manifest, ledger = self._layer.manifest, self._index.ledger
             first, last = int(self._bounds[number]), int(self._bounds[number + 1])
             width = self._directions.shape[1]
             sums = []
-            for parameter, shape in ((own.weight, (own.d_out, width)), (own.bias, (own.d_out,))):
+            for parameter, shape in (
+                (manifest.weight, (manifest.d_out, width)),
+                (manifest.bias, (manifest.d_out,)),
+            ):
                 if parameter is not None:
                     plain = ledger.coefficients(parameter, last, first)
                     buffer = ledger.momentum_coefficients(parameter, last, first)

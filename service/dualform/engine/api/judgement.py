@@ -80,23 +80,24 @@ def judge(
     """
     faults, notes = [], []
     outputs_agree = output_error is None or output_error <= OUTPUT_TOLERANCE
-    for own in rebuilt:
-        if own.relative <= TOLERANCE or marked:
+    for parameter in rebuilt:
+        if parameter.relative <= TOLERANCE or marked:
             continue
-        rounding = _FLOAT32_UNIT * (steps * own.size + _PRODUCTS * own.terms)
-        if own.noise is not None and own.noise <= NOISE:
+        rounding = _FLOAT32_UNIT * (steps * parameter.size + _PRODUCTS * parameter.terms)
+        if parameter.noise is not None and parameter.noise <= NOISE:
             notes.append(
-                f"{own.parameter}: its gradient is rounding noise ({own.noise:.1g} of its terms), "
-                f"so {own.relative:.2g} of its way is explained by no row"
+                f"{parameter.parameter}: its gradient is rounding noise "
+                f"({parameter.noise:.1g} of its terms), so {parameter.relative:.2g} of its way is "
+                "explained by no row"
             )
-        elif own.error <= rounding and outputs_agree:
+        elif parameter.error <= rounding and outputs_agree:
             notes.append(
-                f"{own.parameter}: it moved by no more than float32 rounding explains, so its way "
-                f"is rebuilt to {own.relative:.2g} only"
+                f"{parameter.parameter}: it moved by no more than float32 rounding explains, so "
+                f"its way is rebuilt to {parameter.relative:.2g} only"
             )
         else:
             faults.append(
-                f"{own.parameter}: the rows do not rebuild it to {TOLERANCE:g} "
-                f"(error {own.relative:.2g} of its way)"
+                f"{parameter.parameter}: the rows do not rebuild it to {TOLERANCE:g} "
+                f"(error {parameter.relative:.2g} of its way)"
             )
     return Judgement(tuple(faults), tuple(notes))

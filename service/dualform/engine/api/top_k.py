@@ -63,12 +63,12 @@ def top_k(opened: Opened, layer: Layer, question: TopKQuestion, stop: Stop | Non
     grouping, distinct = ranking.grouping, ranking.distinct
     assert not isinstance(grouping, str)
     assert not isinstance(distinct, str)
-    shape = hits.rows.shape if grouping is not None else (len(queries), ranking.k)
+    shape = hits.ids.shape if grouping is not None else (len(queries), ranking.k)
     counts = None
     if distinct is not None:
         counts = distinct_counts(hits.positions, selected, distinct, grouping).reshape(shape)
     return TopK(
-        rows=hits.rows.reshape(shape),
+        rows=hits.ids.reshape(shape),
         scores=hits.scores.reshape(shape),
         counts=counts,
         groups=None if grouping is None else grouping.values,

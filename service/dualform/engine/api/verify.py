@@ -142,7 +142,7 @@ def verify_index(
     if not damage:
         try:
             layers = _verify_layers(path, progress)
-            ok = all(own.ok for own in layers)
+            ok = all(report.ok for report in layers)
             return VerifyReport(str(path), ok, (), manifest.steps, layers)
         except DamagedError as error:  # whole, but its content is not what it must be
             damage = [Damage(_name(path, error.path), error.what)]
@@ -150,16 +150,16 @@ def verify_index(
             damage = [Damage(".", str(error))]
     reports = tuple(
         LayerReport(
-            layer=own.name,
+            layer=layer.name,
             ok=False,
             weight_error=None,
             bias_error=None,
             output_error=None,
-            exact_steps=_exact_steps(manifest.steps, own),
-            inexact=own.inexact,
+            exact_steps=_exact_steps(manifest.steps, layer),
+            inexact=layer.inexact,
             note="not rebuilt: the index is damaged",
         )
-        for own in manifest.layers.values()
+        for layer in manifest.layers.values()
     )
     return VerifyReport(str(path), False, tuple(damage), manifest.steps, reports)
 
@@ -181,9 +181,9 @@ def _verify_layers(
 
 
 def _verify_layer(index: Index, layer: Layer, advance: Callable[[int], None]) -> LayerReport:
-    own = layer.manifest
-    first_mark = min(own.inexact, key=lambda mark: mark.from_step, default=None)
-    exact_steps = _exact_steps(index.steps, own)
+    manifest = layer.manifest
+    first_mark = min(manifest.inexact, key=lambda mark: mark.from_step, default=None)
+    exact_steps = _exact_steps(index.steps, manifest)
     notes = []
     if first_mark is not None:
         notes.append(f"not exact from step {first_mark.from_step} on: {first_mark.reason}")
@@ -194,7 +194,7 @@ def _verify_layer(index: Index, layer: Layer, advance: Callable[[int], None]) ->
     rebuilt: list[Rebuilt] = []
     off: list[str] = []
     bad: BadInterval | None = None
-    if own.values and index.ledger.family.scalar:
+    if manifest.values and index.ledger.family.scalar:
         rebuilt, off, bad = _check_by_coefficients(index, layer, exact_steps, why_not, advance)
     elif why_not is None:
         found = check_by_following(index, layer, TOLERANCE, exact_steps, advance)
@@ -205,7 +205,7 @@ def _verify_layer(index: Index, layer: Layer, advance: Callable[[int], None]) ->
     faults = list(judgement.faults)
     faults += [f"the stored sum of the rows is not theirs: {name} is off" for name in off]
     faults += [
-        f"stored parts do not add up to all rows: {what}" for what in index.parts_off(own.name)
+        f"stored parts do not add up to all rows: {what}" for what in index.parts_off(manifest.name)
     ]
     if bad is not None:
         faults.append(
@@ -216,15 +216,15 @@ def _verify_layer(index: Index, layer: Layer, advance: Callable[[int], None]) ->
         faults.append(f"row {unequal} has not the key of the row that stands for it")
     errors = {parameter.parameter: parameter.relative for parameter in rebuilt}
     return LayerReport(
-        layer=own.name,
+        layer=manifest.name,
         ok=not faults,
-        weight_error=errors.get(own.weight),
-        bias_error=None if own.bias is None else errors.get(own.bias),
+        weight_error=errors.get(manifest.weight),
+        bias_error=None if manifest.bias is None else errors.get(manifest.bias),
         output_error=output_error,
         exact_steps=exact_steps,
-        inexact=own.inexact,
+        inexact=manifest.inexact,
         note="; ".join([*faults, *judgement.notes, *notes]),
-        states=len(own.states),
+        states=len(manifest.states),
         bad_steps=None if bad is None else (bad.first, bad.last),
     )
 
@@ -292,8 +292,8 @@ def _rebuild(
         Both, none without final weights, and the parameters of which the stored sum of the rows is
         not what it must be.
     """
-    own = layer.manifest
-    coefficients = index.ledger_coefficients(own.name, index.steps)
+    manifest = layer.manifest
+    coefficients = index.ledger_coefficients(manifest.name, index.steps)
     everything = np.ones(layer.rows, bool)
     terms = np.zeros(2)
 
@@ -303,23 +303,23 @@ def _rebuild(
 
     device = torch.device("cpu")
     weight, bias = rebuild(layer, coefficients, None, everything, device, watch=add)
-    sums = {own.weight: (weight[0].numpy(), coefficients.weight)}
-    if own.bias is not None and bias is not None and coefficients.bias is not None:
-        sums[own.bias] = (bias[0].numpy(), coefficients.bias)
-    stored = index.state(own.name, "rebuilt")
+    sums = {manifest.weight: (weight[0].numpy(), coefficients.weight)}
+    if manifest.bias is not None and bias is not None and coefficients.bias is not None:
+        sums[manifest.bias] = (bias[0].numpy(), coefficients.bias)
+    stored = index.state(manifest.name, "rebuilt")
     off = [
         name
         for (name, (total, _)), size in zip(sums.items(), terms, strict=False)
         if stored is not None and not _agree(stored.get(name), total, size)
     ]
-    initial, final = index.state(own.name, "initial"), index.state(own.name, "final")
+    initial, final = index.state(manifest.name, "initial"), index.state(manifest.name, "final")
     assert initial is not None
     if final is None:
         return [], off
     found = []
-    for (name, (total, own_coefficients)), size in zip(sums.items(), terms, strict=False):
+    for (name, (total, of_parameter)), size in zip(sums.items(), terms, strict=False):
         trained, first = (state[name].astype(np.float64) for state in (final, initial))
-        error = left_behind(initial, name, own_coefficients) + total - trained
+        error = left_behind(initial, name, of_parameter) + total - trained
         found.append(
             Rebuilt(
                 name,
@@ -337,14 +337,15 @@ def _first_unequal(layer: Layer) -> int | None:
     if layer.first_equal is None:
         return None
     step = max(1, TILE_BYTES // FLOAT32.row_bytes(layer.d_in))
-    places = np.flatnonzero(layer.first_equal != np.arange(layer.rows))
-    for start in range(0, len(places), step):
-        own = places[start : start + step]
-        first, which = np.unique(layer.first_equal[own], return_inverse=True)
-        keys, others = (layer.keys_at(p).view(torch.int32) for p in (own, first.astype(np.int64)))
+    repeats = np.flatnonzero(layer.first_equal != np.arange(layer.rows))
+    for start in range(0, len(repeats), step):
+        positions = repeats[start : start + step]
+        first, which = np.unique(layer.first_equal[positions], return_inverse=True)
+        keys = layer.keys_at(positions).view(torch.int32)
+        others = layer.keys_at(first.astype(np.int64)).view(torch.int32)
         equal = (keys == others[torch.from_numpy(which)]).all(1)
         if not equal.all():
-            return int(layer.space.ids[own[int(equal.int().argmin())]])
+            return int(layer.space.ids[positions[int(equal.int().argmin())]])
     return None
 
 
@@ -379,8 +380,10 @@ def _files(manifest: IndexManifest) -> Iterator[tuple[FileEntry, str | None, _Ro
         for place in space.shards:
             yield place.sidecar, None, (place.start, place.start + place.rows - 1)
     for layer in manifest.layers.values():
-        own = [getattr(layer, field.name) for field in fields(layer) if field.name != "shards"]
-        for entry in _entries(own):
+        besides_shards = [
+            getattr(layer, field.name) for field in fields(layer) if field.name != "shards"
+        ]
+        for entry in _entries(besides_shards):
             yield entry, layer.name, (None, None)
         places = manifest.spaces[layer.space].shards
         for place, shard in zip(places, layer.shards, strict=True):

@@ -38,9 +38,9 @@ def pair_dots(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     step = max(1, BLOCK_BYTES // (16 * left.shape[1]))
     for first in range(0, len(left), step):
         rows = slice(first, first + step)
-        own = left[rows].astype(np.float64)
-        own *= right[rows]
-        own.sum(axis=1, out=out[rows])
+        products = left[rows].astype(np.float64)
+        products *= right[rows]
+        products.sum(axis=1, out=out[rows])
     return out
 
 

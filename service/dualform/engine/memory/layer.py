@@ -184,14 +184,14 @@ class Layer:
         return [(name, column.type) for name, column in self.space.columns.items()]
 
 
-def open_layer(path: Path, layer: IndexLayer, space: RowSpace, rows: Rows) -> Layer:
+def open_layer(path: Path, layer: IndexLayer, space: RowSpace, table: Rows) -> Layer:
     """Open a layer of the index at this path.
 
     Args:
         path: The index's directory.
         layer: As published.
         space: Its row space, as published.
-        rows: The same, opened.
+        table: The same, opened.
 
     Raises:
         DamagedError: A file is missing, has another size, or is not what was written.
@@ -199,29 +199,42 @@ def open_layer(path: Path, layer: IndexLayer, space: RowSpace, rows: Rows) -> La
     check_headers(path, layer)
     keys_as, values_as = encoding(layer.key_encoding), encoding(layer.value_encoding)
     shards = []
-    for place, own in zip(space.shards, layer.shards, strict=True):
-        facts = KeyFacts(keys_as, _finite(own, place.rows), own.max_norm, own.nonnegative)
+    for place, published in zip(space.shards, layer.shards, strict=True):
+        facts = KeyFacts(
+            keys_as, _finite(published, place.rows), published.max_norm, published.nonnegative
+        )
         shape = (place.rows, layer.d_in)
         header = keys_as.keys_header(layer.d_in, place.rows)
-        keys = ShardFile(path, own.keys, shape, header, keys_as, facts.wrong)
+        keys = ShardFile(path, published.keys, shape, header, keys_as, facts.wrong)
         values = sketch = None
-        if own.values is not None:
+        if published.values is not None:
             shape = (place.rows, layer.d_out)
-            values = ShardFile(path, own.values, shape, values_as.values_header(*shape), values_as)
-        if own.sketch is not None:
-            numbers = (own.sketch.bytes - NPY_HEADER_BYTES) // FLOAT32.row_bytes(place.rows)
+            values = ShardFile(
+                path, published.values, shape, values_as.values_header(*shape), values_as
+            )
+        if published.sketch is not None:
+            numbers = (published.sketch.bytes - NPY_HEADER_BYTES) // FLOAT32.row_bytes(place.rows)
             shape = (place.rows, numbers)
-            sketch = ShardFile(path, own.sketch, shape, FLOAT32.values_header(*shape))
+            sketch = ShardFile(path, published.sketch, shape, FLOAT32.values_header(*shape))
         shards.append(
-            Shard(rows, place.start, place.rows, keys, values, sketch, own.max_norm, facts.finite)
+            Shard(
+                table,
+                place.start,
+                place.rows,
+                keys,
+                values,
+                sketch,
+                published.max_norm,
+                facts.finite,
+            )
         )
     finite = np.concatenate([np.ones(0, bool), *(shard.finite for shard in shards)])
     return Layer(
         manifest=layer,
-        space=rows,
+        space=table,
         shards=tuple(shards),
         finite=finite,
-        nonnegative=all(own.nonnegative for own in layer.shards),
+        nonnegative=all(published.nonnegative for published in layer.shards),
         nonfinite=int(np.count_nonzero(~finite)),
         directory=path,
     )

@@ -187,7 +187,7 @@ class Shard:
     @property
     def files(self) -> list[ShardFile]:
         """Those that it has."""
-        return [own for own in (self.keys, self.values, self.sketch) if own is not None]
+        return [file for file in (self.keys, self.values, self.sketch) if file is not None]
 
     def sketches(self) -> torch.Tensor:
         """Its keys' sketches, float32 [rows, m + 1].
@@ -223,24 +223,24 @@ class Shard:
             return
         keys = self.keys.rows()
         value_file = self.values if values else None
-        own_values = None if value_file is None else value_file.rows()
+        shard_values = None if value_file is None else value_file.rows()
         scattered = is_scattered(count, self.rows)
         self.keys.expect(scattered=scattered)
         if value_file is not None:
             value_file.expect(scattered=scattered)
-        widest = max(keys.shape[1], 0 if own_values is None else own_values.shape[1])
+        widest = max(keys.shape[1], 0 if shard_values is None else shard_values.shape[1])
         step = tile_rows(widest, queries)
         finite = None if self.finite.all() else self.finite
         scratch = torch.empty((min(step, count), keys.shape[1]), dtype=torch.float32, device="cpu")
         for inside, positions in self._pieces(selected, count, step):
             check_stop(stop)
             tile_keys = copy_rows(keys, inside, scratch[: len(positions)])
-            tile_values = None if own_values is None else pick(own_values, inside)
+            tile_values = None if shard_values is None else pick(shard_values, inside)
             if device is not None and device.type != "cpu":
                 tile_keys = tile_keys.to(device)
                 tile_values = None if tile_values is None else tile_values.to(device)
-            own_finite = None if finite is None else finite[inside]
-            yield Tile(self.table, positions, tile_keys, tile_values, self.max_norm, own_finite)
+            tile_finite = None if finite is None else finite[inside]
+            yield Tile(self.table, positions, tile_keys, tile_values, self.max_norm, tile_finite)
 
     def _pieces(
         self, selected: np.ndarray, count: int, step: int
@@ -253,8 +253,8 @@ class Shard:
             if chosen is None:
                 yield slice(first, last), np.arange(self.start + first, self.start + last)
             else:
-                own = chosen[first:last]
-                yield as_slice(own), self.start + own
+                inside = chosen[first:last]
+                yield as_slice(inside), self.start + inside
 
 
 @contextmanager

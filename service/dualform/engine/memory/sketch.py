@@ -87,15 +87,15 @@ class SketchedQueries:
         bounds = torch.empty((ends[-1], len(self._rows)), dtype=torch.float32)
 
         def fill(number: int) -> None:
-            own = bounds[ends[number] : ends[number + 1]]
-            torch.mm(pick(*parts[number]), self._rows.T, out=own)
+            part = bounds[ends[number] : ends[number + 1]]
+            torch.mm(pick(*parts[number]), self._rows.T, out=part)
 
         over_shards(fill, range(len(parts)), self._count)
         count = self._count
         if self._signs == 1:
             return bounds[:, :count]
-        own = bounds[:, :count]
-        return torch.maximum(own, bounds[:, count : 2 * count], out=own)
+        positive = bounds[:, :count]
+        return torch.maximum(positive, bounds[:, count : 2 * count], out=positive)
 
     def allowance(self, longest: float) -> torch.Tensor:
         """What rounding can add to the bounds of keys of this norm at most: float64 [n]."""
@@ -121,10 +121,10 @@ def best_rows(
     found = np.zeros(len(selected), bool)
     inside = np.flatnonzero(selected)
     wanted = k
-    own = bounds if len(inside) == len(selected) else bounds[torch.from_numpy(inside)]
-    own = own.T.contiguous()
+    by_query = bounds if len(inside) == len(selected) else bounds[torch.from_numpy(inside)]
+    by_query = by_query.T.contiguous()
     while k < len(inside):
-        rows = inside[own.topk(k, dim=1).indices.numpy()]
+        rows = inside[by_query.topk(k, dim=1).indices.numpy()]
         if distinct is None or _fewest(distinct[rows]) >= wanted:
             found[np.unique(rows)] = True
             return found

@@ -114,12 +114,12 @@ def _wrong(header: dict[str, Any], layer: IndexLayer) -> str | None:
     for name, shape in shapes.items():
         if name not in header:
             return f"it lacks {name}"
-        for own in (name, f"momentum:{name}"):
-            said = header.get(own, {"shape": shape, "dtype": "F32"})
+        for tensor in (name, f"momentum:{name}"):
+            said = header.get(tensor, {"shape": shape, "dtype": "F32"})
             if not isinstance(said, dict) or said.get("shape") != shape:
-                return f"{own} is not {shape}, as the manifest says"
+                return f"{tensor} is not {shape}, as the manifest says"
             if said.get("dtype") not in ("F32", "F64"):
-                return f"{own} is neither float32 nor float64"
+                return f"{tensor} is neither float32 nor float64"
     return None
 
 

@@ -42,12 +42,12 @@ class Tile:
 
     def select(self, which: np.ndarray) -> Tile:
         """Those rows of the tile at these places, int64 [m] and ascending."""
-        own = torch.from_numpy(which).to(self.keys.device)
+        on_device = torch.from_numpy(which).to(self.keys.device)
         return Tile(
             self.table,
             self.positions[which],
-            self.keys[own],
-            None if self.values is None else self.values[own],
+            self.keys[on_device],
+            None if self.values is None else self.values[on_device],
             self.max_norm,
             None if self.finite is None else self.finite[which],
         )

@@ -132,8 +132,8 @@ def examples(
         payloads = index.examples(part)
         size += sum(len(payload) for payload in payloads if payload is not None)
         limits.check_answer(size, "ask for fewer ids at a time")
-        for own, payload in zip(part, payloads, strict=True):
-            example = response.examples.add(id=wire.encode_id(own))
+        for example_id, payload in zip(part, payloads, strict=True):
+            example = response.examples.add(id=wire.encode_id(example_id))
             if isinstance(payload, str):
                 example.text = payload
             elif payload is not None:

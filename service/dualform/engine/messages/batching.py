@@ -52,9 +52,9 @@ def answer_together(
     while waiting:
         count = _as_many_as_fit(waiting, limits)
         batch, waiting = waiting[:count], waiting[count:]
-        sizes = [len(own.question.queries) for own in batch]
+        sizes = [len(waiter.question.queries) for waiter in batch]
         first = batch[0].question
-        whole = np.concatenate([own.question.queries for own in batch])
+        whole = np.concatenate([waiter.question.queries for waiter in batch])
         try:
             found = index.ask(replace(first, queries=whole), stop)
             answered = [
@@ -63,8 +63,8 @@ def answer_together(
             ]
         except EngineError as error:
             answered = [error.detached()] * len(batch)
-        for own, answer in zip(batch, answered, strict=True):
-            results[own.place] = answer
+        for waiter, answer in zip(batch, answered, strict=True):
+            results[waiter.place] = answer
     return results
 
 
@@ -80,9 +80,9 @@ class _Waiting:
 def _as_many_as_fit(waiting: Sequence[_Waiting], limits: Limits) -> int:
     """How many of these make one question within the limits; at least one."""
     queries = size = 0
-    for count, own in enumerate(waiting):
-        queries += len(own.question.queries)
-        size += len(own.question.queries) * own.bytes_per_query
+    for count, waiter in enumerate(waiting):
+        queries += len(waiter.question.queries)
+        size += len(waiter.question.queries) * waiter.bytes_per_query
         if count and (queries > limits.max_queries or size > limits.max_message_bytes):
             return count
     return len(waiting)
@@ -90,24 +90,24 @@ def _as_many_as_fit(waiting: Sequence[_Waiting], limits: Limits) -> int:
 
 def _part(found: Any, first: int, last: int) -> TopK | Sums | DualOutput:
     """The answer to the queries from first to last, of the answer to all."""
-    own = slice(first, last)
+    span = slice(first, last)
     if isinstance(found, TopK):
         each = int(np.prod(found.rows.shape[1:]))
-        counts = None if found.counts is None else found.counts[own]
+        counts = None if found.counts is None else found.counts[span]
         columns = {
             name: column.slice(first * each, (last - first) * each)
             for name, column in found.columns.items()
         }
         return replace(
-            found, rows=found.rows[own], scores=found.scores[own], counts=counts, columns=columns
+            found, rows=found.rows[span], scores=found.scores[span], counts=counts, columns=columns
         )
     if isinstance(found, Sums):
-        return replace(found, values=found.values[own])
+        return replace(found, values=found.values[span])
     assert isinstance(found, DualOutput)
     return replace(
         found,
-        values=found.values[own],
-        initial=found.initial[own],
-        trained=None if found.trained is None else found.trained[own],
-        residual=None if found.residual is None else found.residual[own],
+        values=found.values[span],
+        initial=found.initial[span],
+        trained=None if found.trained is None else found.trained[span],
+        residual=None if found.residual is None else found.residual[span],
     )

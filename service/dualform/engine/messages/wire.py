@@ -74,9 +74,11 @@ def check_filter(where: pb.Filter | None) -> None:
             )
 
 
-def encode_id(own: int | str) -> pb.Value:
+def encode_id(example: int | str) -> pb.Value:
     """An example id."""
-    return pb.Value(string_value=own) if isinstance(own, str) else pb.Value(int64_value=own)
+    if isinstance(example, str):
+        return pb.Value(string_value=example)
+    return pb.Value(int64_value=example)
 
 
 def encode_tensor(array: npt.NDArray[Any]) -> pb.Tensor:

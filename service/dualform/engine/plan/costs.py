@@ -88,7 +88,7 @@ def top_k_seconds(
         + min(1.0, kept * max(1.0, _PAGE / layer.key_bytes)) * cold
         + _CANDIDATE * returned,
     }
-    return {name: own + _CALL for name, own in seconds.items()}
+    return {name: spent + _CALL for name, spent in seconds.items()}
 
 
 def key_sums_seconds(layer: Layer, queries: int, runs: int) -> float:

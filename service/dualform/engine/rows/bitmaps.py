@@ -51,8 +51,8 @@ class Bitmaps:
         if len(chosen) > len(found) // 2:
             others: np.ndarray = np.bitwise_or.reduce(self._bits[found != wanted], axis=0)
             return np.asarray(np.bitwise_not(others))
-        own: np.ndarray = np.bitwise_or.reduce(self._bits[chosen], axis=0)
-        return own
+        packed: np.ndarray = np.bitwise_or.reduce(self._bits[chosen], axis=0)
+        return packed
 
     @cached_property
     def _bits(self) -> np.ndarray:

@@ -95,6 +95,6 @@ class Table:
         index = pa.array(positions, mask=positions < 0)
         taken = {name: column.take(index) for name, column in self.columns.items()}
         return {
-            name: own.dictionary_decode() if pa.types.is_dictionary(own.type) else own
-            for name, own in taken.items()
+            name: column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
+            for name, column in taken.items()
         }

@@ -71,10 +71,10 @@ class Kept:
     many small ones would lie about in the memory that tiles come and go in."""
 
     def __init__(self) -> None:
-        self._rows: dict[int, dict[str, Any]] = {}
+        self._metadata: dict[int, dict[str, Any]] = {}
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._metadata)
 
     def add(self, table: Table, positions: np.ndarray) -> None:
         """Keep some rows of a table, at positions int64 [m]."""
@@ -82,20 +82,20 @@ class Kept:
             return
         columns = {name: column.to_pylist() for name, column in table.take(positions).items()}
         for place, row in enumerate(table.ids[positions].tolist()):
-            self._rows[row] = {name: column[place] for name, column in columns.items()}
+            self._metadata[row] = {name: column[place] for name, column in columns.items()}
 
     def merge(self, other: Kept) -> None:
         """Take what another keeps."""
-        self._rows.update(other._rows)
+        self._metadata.update(other._metadata)
 
     def prune(self, ids: np.ndarray) -> None:
         """Keep these rows alone, int64 [m]."""
         wanted = set(ids.tolist())
-        self._rows = {row: columns for row, columns in self._rows.items() if row in wanted}
+        self._metadata = {row: columns for row, columns in self._metadata.items() if row in wanted}
 
     def of(self, ids: np.ndarray) -> dict[int, dict[str, Any]]:
         """The metadata of those of these rows that are kept, int64 [m]: by row id, ascending, and
         by column; None where a row has no such column."""
-        rows = [row for row in np.unique(ids).tolist() if row in self._rows]
-        names = dict.fromkeys(name for row in rows for name in self._rows[row])
-        return {row: {name: self._rows[row].get(name) for name in names} for row in rows}
+        kept = [row for row in np.unique(ids).tolist() if row in self._metadata]
+        names = dict.fromkeys(name for row in kept for name in self._metadata[row])
+        return {row: {name: self._metadata[row].get(name) for name in names} for row in kept}

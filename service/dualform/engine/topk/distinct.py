@@ -52,23 +52,23 @@ def counts(
     wanted = np.unique(values.codes[hits])
     place = np.full(len(values.values), -1, np.int64)
     place[wanted] = np.arange(len(wanted))
-    rows = np.flatnonzero(selected)
-    rows = rows[place[values.codes[rows]] >= 0]
-    pairs, hit_pairs = place[values.codes[rows]], place[values.codes[hits]]
+    sharing = np.flatnonzero(selected)
+    sharing = sharing[place[values.codes[sharing]] >= 0]
+    pairs, hit_pairs = place[values.codes[sharing]], place[values.codes[hits]]
     if grouping is not None:
-        pairs = pairs * len(grouping.values) + grouping.codes[rows]
+        pairs = pairs * len(grouping.values) + grouping.codes[sharing]
         hit_pairs = hit_pairs * len(grouping.values) + grouping.codes[hits]
-    cells, own = np.unique(pairs, return_counts=True)
-    out[found] = own[np.searchsorted(cells, hit_pairs)]
+    cells, sizes = np.unique(pairs, return_counts=True)
+    out[found] = sizes[np.searchsorted(cells, hit_pairs)]
     return out
 
 
 def first_of_each(cells: np.ndarray, codes: np.ndarray) -> np.ndarray:
     """Which entries are the first of their (cell, code) in the order given: bool [n]."""
     order = np.lexsort((codes, cells))  # stable: equal pairs stay in the order given
-    own_cells, own_codes = cells[order], codes[order]
+    sorted_cells, sorted_codes = cells[order], codes[order]
     new = np.ones(len(order), bool)
-    new[1:] = (own_cells[1:] != own_cells[:-1]) | (own_codes[1:] != own_codes[:-1])
+    new[1:] = (sorted_cells[1:] != sorted_cells[:-1]) | (sorted_codes[1:] != sorted_codes[:-1])
     first = np.empty(len(order), bool)
     first[order] = new
     return first

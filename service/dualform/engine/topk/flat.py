@@ -27,7 +27,7 @@ def search(
         stop: Asked before the search.
 
     Returns:
-        Scores, float32 [n, k], descending, and rows inside the shard, int64 [n, k].
+        Scores, float32 [n, k], descending, and the rows' places in the shard, int64 [n, k].
     """
     check_stop(stop)
     import faiss
@@ -37,7 +37,7 @@ def search(
     if hasattr(faiss.cvar, "distance_compute_blas_threshold"):
         faiss.cvar.distance_compute_blas_threshold = 1
     keys = shard.keys.rows().numpy()
-    scores, rows = faiss.knn(
+    scores, places = faiss.knn(
         queries.numpy(), keys, min(k, shard.rows), metric=faiss.METRIC_INNER_PRODUCT
     )
-    return np.asarray(scores), np.asarray(rows)
+    return np.asarray(scores), np.asarray(places)

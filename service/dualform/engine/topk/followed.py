@@ -65,28 +65,28 @@ def best_by_metric(
         asked = queries[first : first + step]
         proposed, errors = _proposals(layer, asked, metric, unit, selected, stop)
         for number in range(len(asked)):
-            for group, rows in enumerate(members):
-                near = _possible(ranking, rows, proposed[number], errors[number], same)
-                own = _exact(layer, asked[number], metric, unit, near)
-                order = _ordered(layer, ranking, near, own, same)
+            for group, of_group in enumerate(members):
+                near = _possible(ranking, of_group, proposed[number], errors[number], same)
+                exact = _exact(layer, asked[number], metric, unit, near)
+                order = _ordered(layer, ranking, near, exact, same)
                 cell = (first + number, group, slice(0, len(order)))
-                positions[cell], scores[cell] = near[order], own[order]
-    found_rows = positions >= 0
+                positions[cell], scores[cell] = near[order], exact[order]
+    found = positions >= 0
     ids = np.full(positions.shape, -1, np.int64)
-    ids[found_rows] = layer.space.ids[positions[found_rows]]
+    ids[found] = layer.space.ids[positions[found]]
     groups = pa.nulls(1) if grouping is None else grouping.values
     return Hits(ids, scores, positions, groups, {})
 
 
 def _members(grouping: Grouping | None, selected: np.ndarray) -> list[np.ndarray]:
     """The selected rows of each group, by position."""
-    rows = np.flatnonzero(selected)
+    positions = np.flatnonzero(selected)
     if grouping is None:
-        return [rows]
-    codes = grouping.codes[rows]
+        return [positions]
+    codes = grouping.codes[positions]
     order = np.argsort(codes, kind="stable")
     bounds = np.searchsorted(codes[order], np.arange(1, len(grouping.values)))
-    return np.split(rows[order], bounds)
+    return np.split(positions[order], bounds)
 
 
 def _values(layer: Layer, distinct: Grouping) -> np.ndarray:
@@ -114,8 +114,8 @@ def _proposals(
     shape = (len(queries), layer.rows)
     scores, errors = np.zeros(shape, np.float32), np.full(shape, np.inf, np.float32)
     asked = [metric.weight * query.double() for query in queries]
-    lengths = [torch.linalg.vector_norm(own, dim=1).numpy() for own in asked]
-    single = [own.float() for own in asked]
+    lengths = [torch.linalg.vector_norm(weighted, dim=1).numpy() for weighted in asked]
+    single = [weighted.float() for weighted in asked]
     # Products, their sum, the metric's rounding to float32, the bias's and the value's product.
     unit_errors = (layer.d_in + 8) * _FLOAT32_UNIT
     for shard in layer.shards:
@@ -123,15 +123,16 @@ def _proposals(
         for tile in shard.tiles(inside, 1, stop=stop):
             steps = tile.steps
             which = torch.from_numpy(steps)
-            values = np.abs(own := layer.values_at(tile.positions, unit)).astype(np.float64)
+            values = layer.values_at(tile.positions, unit)
+            magnitudes = np.abs(values).astype(np.float64)
             bias = metric.bias.numpy()[steps]
             for number in range(len(queries)):
                 dots = (tile.keys * single[number][which]).sum(1).numpy()
                 size = lengths[number][steps] * tile.max_norm + np.abs(bias)
                 with np.errstate(all="ignore"):
-                    scores[number, tile.positions] = (dots + bias) * own
-                    bound = size * values * unit_errors * 1.01 + 1e-37
-                    bound[~(size * np.maximum(values, 1.0) < _SAFE)] = np.inf
+                    scores[number, tile.positions] = (dots + bias) * values
+                    bound = size * magnitudes * unit_errors * 1.01 + 1e-37
+                    bound[~(size * np.maximum(magnitudes, 1.0) < _SAFE)] = np.inf
                     errors[number, tile.positions] = np.nextafter(
                         bound.astype(np.float32), np.float32(np.inf)
                     )
@@ -140,51 +141,55 @@ def _proposals(
 
 def _possible(
     ranking: Ranking,
-    rows: np.ndarray,
+    positions: np.ndarray,
     scores: np.ndarray,
     errors: np.ndarray,
     same: np.ndarray | None,
 ) -> np.ndarray:
     """Those of the rows that may be among the best, by position; ties are among them."""
-    own, bounds = scores[rows].astype(np.float64), errors[rows].astype(np.float64)
-    merits = merit(torch.from_numpy(own), ranking.order).numpy()
+    wide, bounds = scores[positions].astype(np.float64), errors[positions].astype(np.float64)
+    merits = merit(torch.from_numpy(wide), ranking.order).numpy()
     least, most = merits - bounds, merits + bounds
     counted = least
     if same is not None:
         # Of rows that are the same only one counts: the one that is certainly best.
         order = np.argsort(-least, kind="stable")
-        _, first = np.unique(same[rows[order]], return_index=True)
+        _, first = np.unique(same[positions[order]], return_index=True)
         counted = least[order[first]]
     if len(counted) <= ranking.k:
-        return rows
+        return positions
     kth = np.partition(counted, len(counted) - ranking.k)[len(counted) - ranking.k]
-    return np.asarray(rows[most >= kth - abs(kth) * 2.0**-22 - 2.0**-149])
+    return np.asarray(positions[most >= kth - abs(kth) * 2.0**-22 - 2.0**-149])
 
 
 def _exact(
-    layer: Layer, query: torch.Tensor, metric: UnitMetric, unit: int, rows: np.ndarray
+    layer: Layer, query: torch.Tensor, metric: UnitMetric, unit: int, positions: np.ndarray
 ) -> np.ndarray:
     """Scores of rows, ascending by position: float64 products and sums, rounded once; float32."""
-    out = np.empty(len(rows), np.float32)
+    out = np.empty(len(positions), np.float32)
     wide = query.double().numpy()
-    for first in range(0, len(rows), EXACT_ROWS):
+    for first in range(0, len(positions), EXACT_ROWS):
         part = slice(first, first + EXACT_ROWS)
-        steps = layer.space.steps[rows[part]]
+        steps = layer.space.steps[positions[part]]
         asked = metric.weight.numpy()[steps] * wide
-        dots = pair_dots(layer.keys_at(rows[part]).numpy(), asked) + metric.bias.numpy()[steps]
+        dots = pair_dots(layer.keys_at(positions[part]).numpy(), asked) + metric.bias.numpy()[steps]
         with np.errstate(over="ignore"):
-            found = dots * layer.values_at(rows[part], unit).astype(np.float64)
+            found = dots * layer.values_at(positions[part], unit).astype(np.float64)
             out[part] = found.astype(np.float32)
     return np.asarray(out + np.float32(0))
 
 
 def _ordered(
-    layer: Layer, ranking: Ranking, rows: np.ndarray, scores: np.ndarray, same: np.ndarray | None
+    layer: Layer,
+    ranking: Ranking,
+    positions: np.ndarray,
+    scores: np.ndarray,
+    same: np.ndarray | None,
 ) -> np.ndarray:
     """The places of the best k rows, in order; of rows that are the same only the best."""
     merits = merit(torch.from_numpy(scores), ranking.order).numpy()
-    order = np.lexsort((layer.space.ids[rows], -merits))
+    order = np.lexsort((layer.space.ids[positions], -merits))
     if same is not None:
-        _, first = np.unique(same[rows[order]], return_index=True)
+        _, first = np.unique(same[positions[order]], return_index=True)
         order = order[np.sort(first)]
     return np.asarray(order[: ranking.k])

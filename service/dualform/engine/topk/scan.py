@@ -116,15 +116,15 @@ class Scan:
         best = TopK(queries, ranking, self._layer)
         searched = []
         for shard in self._unpruned(queries, selected, best):
-            own = selected[shard.start : shard.start + shard.rows]
+            inside = selected[shard.start : shard.start + shard.rows]
             if (
                 self._use_faiss
-                and own.all()
+                and inside.all()
                 and not needs_float64(best.longest_query, shard.max_norm)
             ):
                 searched.append(shard)
             else:
-                self._scan(shard, own, queries, best)
+                self._scan(shard, inside, queries, best)
         proposed = self._search(searched, queries, best)
         for shard, last in zip(searched, proposed, strict=True):
             # What FAISS left out is no better than its last proposal.
@@ -239,9 +239,9 @@ class Scan:
         step = tile_rows(self._layer.d_in, len(queries))
         for first in range(0, len(positions), step):
             check_stop(self._stop)
-            own = positions[first : first + step]
-            keys = self._layer.keys_at(own)
-            tile = Tile(self._layer.space, own, keys, None, best.longest)
+            chunk = positions[first : first + step]
+            keys = self._layer.keys_at(chunk)
+            tile = Tile(self._layer.space, chunk, keys, None, best.longest)
             best.update(tile, tile_weights(queries, keys, wide=False))
 
     def _scan(
@@ -253,14 +253,14 @@ class Scan:
         which: np.ndarray | None = None,
     ) -> None:
         """Propose rows of a shard for all queries, or for those named."""
-        own = queries if which is None else queries[torch.from_numpy(which)]
-        own = own.to(self._device)
+        asked = queries if which is None else queries[torch.from_numpy(which)]
+        asked = asked.to(self._device)
         wide = needs_float64(best.longest_query, shard.max_norm)
         tiles = shard.tiles(
-            selected, len(own), values=best.values, device=self._device, stop=self._stop
+            selected, len(asked), values=best.values, device=self._device, stop=self._stop
         )
         for tile in tiles:
-            best.update(tile, tile_weights(own, tile.keys, wide=wide), which)
+            best.update(tile, tile_weights(asked, tile.keys, wide=wide), which)
 
 
 def _asked(
@@ -278,6 +278,6 @@ def _asked(
 
 
 def _positions(where: slice | np.ndarray, which: np.ndarray) -> np.ndarray:
-    """Those of some of the rows, bool [rows], ascending."""
-    rows = np.flatnonzero(which)
-    return rows + where.start if isinstance(where, slice) else where[rows]
+    """The positions of those of some rows, bool [rows], ascending."""
+    places = np.flatnonzero(which)
+    return places + where.start if isinstance(where, slice) else where[places]

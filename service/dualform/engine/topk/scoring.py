@@ -74,11 +74,11 @@ class Scores:
         keys = self._layer.keys_at(positions)
         bounds = np.flatnonzero(np.diff(queries, prepend=-1, append=-1))
         for first, last in itertools.pairwise(bounds):
-            own, inside = which[first:last], torch.from_numpy(place[first:last])
-            own_keys = keys if last - first == len(keys) else keys[inside]
-            dots = ExactDots(own_keys, self._queries[queries[first]])
+            of_query, inside = which[first:last], torch.from_numpy(place[first:last])
+            inside_keys = keys if last - first == len(keys) else keys[inside]
+            dots = ExactDots(inside_keys, self._queries[queries[first]])
             if self._contribution is None:
-                scores[own] = dots.rounded()
+                scores[of_query] = dots.rounded()
             else:
-                factors = self._contribution.at(self._layer, part.positions[own])
-                scores[own] = dots.rounded_contributions(*factors)
+                factors = self._contribution.at(self._layer, part.positions[of_query])
+                scores[of_query] = dots.rounded_contributions(*factors)

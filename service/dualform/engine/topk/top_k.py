@@ -37,7 +37,7 @@ class Hits:
     """The best rows, in order; padded where fewer match.
 
     Attributes:
-        rows: int64 [n, groups, k], row ids, -1 where padded.
+        ids: int64 [n, groups, k], row ids, -1 where padded.
         scores: float32, the same shape, NaN where padded.
         positions: int64, the same shape: where in the layer the rows are; -1 where padded, and
             where they are in another memory.
@@ -45,7 +45,7 @@ class Hits:
         columns: Metadata of the rows that are not in the layer, by row id and by column.
     """
 
-    rows: np.ndarray
+    ids: np.ndarray
     scores: np.ndarray
     positions: np.ndarray
     groups: pa.Array
@@ -54,11 +54,11 @@ class Hits:
     @classmethod
     def join(cls, parts: Sequence[Hits]) -> Hits:
         """Answers to further queries about one layer, one after the other."""
-        names = ("rows", "scores", "positions")
-        rows, scores, positions = (
+        names = ("ids", "scores", "positions")
+        ids, scores, positions = (
             np.concatenate([getattr(part, name) for part in parts]) for name in names
         )
-        return cls(rows, scores, positions, parts[0].groups, parts[0].columns)
+        return cls(ids, scores, positions, parts[0].groups, parts[0].columns)
 
 
 class TopK:
@@ -146,15 +146,15 @@ class TopK:
         """Take proposals by weight, float32 and int64 [n, m], of a single group of the layer."""
         assert self._layer is not None
         cells = np.repeat(np.arange(len(merits)), merits.shape[1])
-        wide, own = merits.reshape(-1).astype(np.float64), positions.reshape(-1)
-        ids, values = self._layer.space.ids[own], self.stands_for(own)
+        wide, flat_positions = merits.reshape(-1).astype(np.float64), positions.reshape(-1)
+        ids, values = self._layer.space.ids[flat_positions], self.stands_for(flat_positions)
         self._add(
             Candidates(
                 cells,
                 wide,
                 self.error[cells],
                 ids,
-                own,
+                flat_positions,
                 np.zeros_like(ids) if values is None else values,
                 np.full(len(ids), np.nan, np.float32),
             )
@@ -212,8 +212,8 @@ class TopK:
             found, found_errors = self._merits(scores), np.zeros(len(rows))
             gone = np.full(len(rows), -1)
             self._offer(Candidates(cells, found, found_errors, ids, gone, values, scores))
-            held, own = np.concatenate([part.ids for part in self._parts]), np.unique(positions)
-            self._kept.add(tile.table, own[np.isin(tile.table.ids[own], held)])
+            held, offered = np.concatenate([part.ids for part in self._parts]), np.unique(positions)
+            self._kept.add(tile.table, offered[np.isin(tile.table.ids[offered], held)])
         else:
             scores = np.full(len(rows), np.nan, np.float32)
             self._offer(Candidates(cells, found, found_errors, ids, positions, values, scores))
@@ -266,12 +266,12 @@ class TopK:
         place = np.empty(len(order), np.int64)
         place[order] = np.arange(len(order))
         shape = (len(self._queries), len(order), self._k)
-        rows, positions = np.full(shape, -1, np.int64), np.full(shape, -1, np.int64)
+        ids, positions = np.full(shape, -1, np.int64), np.full(shape, -1, np.int64)
         scores = np.full(shape, np.nan, np.float32)
         group, query = np.divmod(part.cells, len(self._queries))
         where = (query, place[group], rank)
-        rows[where], positions[where], scores[where] = part.ids, part.positions, part.scores
-        return Hits(rows, scores, positions, groups, self._kept.of(part.ids))
+        ids[where], positions[where], scores[where] = part.ids, part.positions, part.scores
+        return Hits(ids, scores, positions, groups, self._kept.of(part.ids))
 
     def _errors(self, max_norm: float) -> torch.Tensor:
         """How far float32 attention weights of keys up to this norm can be off: float64 [n]."""
@@ -351,10 +351,10 @@ class TopK:
         part = self._joined()
         keep = np.ones(len(part), bool)
         for cell in crowded:
-            own = np.flatnonzero(part.cells == cell)
-            order, rank = self._ranked(part.where(own), self._scores.of(part.where(own)))
-            keep[own] = False
-            keep[own[order[rank < self._k]]] = True
+            members = np.flatnonzero(part.cells == cell)
+            order, rank = self._ranked(part.where(members), self._scores.of(part.where(members)))
+            keep[members] = False
+            keep[members[order[rank < self._k]]] = True
         self._replace(part.where(keep))
 
     def _settled(self) -> tuple[Candidates, np.ndarray]:
@@ -413,17 +413,17 @@ class TopK:
         alike = errors.shape[1] == 1
         lows = torch.where(possible, merits if alike else merits - errors, -torch.inf)
         for group in groups.tolist():
-            own: slice | torch.Tensor = slice(None)
+            members: slice | torch.Tensor = slice(None)
             if codes is not None:
-                own = torch.from_numpy(np.flatnonzero(codes == group)).to(merits.device)
-            inside = lows[:, own]
+                members = torch.from_numpy(np.flatnonzero(codes == group)).to(merits.device)
+            inside = lows[:, members]
             if inside.shape[1] <= self._k:
                 continue
             kth = torch.topk(inside, self._k, dim=1).values[:, -1:].double()
             limits = torch.from_numpy(_limits((kth - errors if alike else kth).cpu().numpy()))
-            own_errors = errors if alike else errors[:, own]
-            least = _threshold(limits.to(merits.device), own_errors, merits.dtype)
-            possible[:, own] &= merits[:, own] >= least
+            group_errors = errors if alike else errors[:, members]
+            least = _threshold(limits.to(merits.device), group_errors, merits.dtype)
+            possible[:, members] &= merits[:, members] >= least
 
 
 def _limits(kth: np.ndarray) -> np.ndarray:

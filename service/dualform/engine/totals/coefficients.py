@@ -69,17 +69,17 @@ def initial_part(
         queries: float32 [n, d_in].
     """
     wide = queries.double()
-    own = coefficients.weight
-    out = own.p * product(wide, state[layer.weight])
+    of_weight = coefficients.weight
+    out = of_weight.p * product(wide, state[layer.weight])
     momentum = state.get(f"momentum:{layer.weight}")
     if momentum is not None:
-        out += own.r * product(wide, momentum)
+        out += of_weight.r * product(wide, momentum)
     if layer.bias is not None and coefficients.bias is not None:
-        own = coefficients.bias
-        out += own.p * state[layer.bias].double()
+        of_bias = coefficients.bias
+        out += of_bias.p * state[layer.bias].double()
         momentum = state.get(f"momentum:{layer.bias}")
         if momentum is not None:
-            out += own.r * momentum.double()
+            out += of_bias.r * momentum.double()
     return np.asarray(out.numpy())
 
 

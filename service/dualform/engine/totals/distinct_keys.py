@@ -93,12 +93,12 @@ class DistinctSum:
         """Take a tile and its weights, [n, rows]."""
         pairs, device, totals = self._pairs, weights.device, self._totals.tensor()
         ends = np.searchsorted(pairs.first, [tile.positions[0], tile.positions[-1] + 1])
-        own = slice(*ends.tolist())
-        rows = np.searchsorted(tile.positions, pairs.first[own])
+        inside = slice(*ends.tolist())
+        rows = np.searchsorted(tile.positions, pairs.first[inside])
         # A sparse matrix: where a row has no count for a group, its NaN does not reach it.
         counts = torch.sparse_coo_tensor(
-            torch.from_numpy(np.stack([pairs.groups[own], rows])),
-            torch.from_numpy(pairs.counts[own]),
+            torch.from_numpy(np.stack([pairs.groups[inside], rows])),
+            torch.from_numpy(pairs.counts[inside]),
             (len(totals), len(tile.positions)),
             device=device,
             check_invariants=False,

@@ -80,12 +80,12 @@ def follow(
         parts: How many parts there are.
         stop: Asked at every step.
     """
-    own = layer.manifest
+    manifest = layer.manifest
     run = LayerRun(
         ledger.family,
-        ledger.parameters[own.weight],
-        None if own.bias is None else ledger.parameters[own.bias],
-        layer_state(state, ledger.family, own.weight, own.bias),
+        ledger.parameters[manifest.weight],
+        None if manifest.bias is None else ledger.parameters[manifest.bias],
+        layer_state(state, ledger.family, manifest.weight, manifest.bias),
         start,
         parts,
     )
@@ -100,8 +100,8 @@ def _which(codes: np.ndarray, parts: int) -> list[slice | torch.Tensor | None]:
     found: list[slice | torch.Tensor | None] = [None] * parts
     for code in np.unique(codes).tolist():
         if code >= 0:
-            rows = np.flatnonzero(codes == code)
-            found[code] = slice(None) if len(rows) == len(codes) else torch.from_numpy(rows)
+            places = np.flatnonzero(codes == code)
+            found[code] = slice(None) if len(places) == len(codes) else torch.from_numpy(places)
     return found
 
 
@@ -206,7 +206,7 @@ class FollowedParts:
 
     def _keep(self, key: _Key, made: Followed) -> None:
         self._kept[key] = made
-        while sum(own.nbytes for own in self._kept.values()) > self._most_bytes:
+        while sum(kept.nbytes for kept in self._kept.values()) > self._most_bytes:
             self._kept.popitem(last=False)
 
 

@@ -61,18 +61,18 @@ def unit_metric(
         end: After how many steps.
         stop: Asked at every step.
     """
-    own, family = layer.manifest, ledger.family
+    manifest, family = layer.manifest, ledger.family
     # The preconditioner of an element may depend on the others: then all units are followed.
     units = slice(unit, unit + 1) if family.elementwise else slice(None)
     row = 0 if family.elementwise else unit
-    states = layer_state(state, family, own.weight, own.bias)
+    states = layer_state(state, family, manifest.weight, manifest.bias)
     weight = ParameterRun(
-        family, ledger.parameters[own.weight], _units(states["weight"], units), 0, 0
+        family, ledger.parameters[manifest.weight], _units(states["weight"], units), 0, 0
     )
     bias = None
-    if own.bias is not None:
+    if manifest.bias is not None:
         bias = ParameterRun(
-            family, ledger.parameters[own.bias], _units(states["bias"], units), 0, 0
+            family, ledger.parameters[manifest.bias], _units(states["bias"], units), 0, 0
         )
     moves: dict[str, list[Transition]] = {"weight": [STILL] * end, "bias": [STILL] * end}
 
@@ -90,10 +90,10 @@ def unit_metric(
     weight.advance(end, lambda step, t: keep("weight", step, t))
     if bias is not None:
         bias.advance(end, lambda step, t: keep("bias", step, t))
-    of_weight = _factors(moves["weight"], ledger, own.weight, (layer.d_in,))
-    if own.bias is None:
+    of_weight = _factors(moves["weight"], ledger, manifest.weight, (layer.d_in,))
+    if manifest.bias is None:
         return UnitMetric(of_weight, torch.zeros(end, dtype=torch.float64))
-    return UnitMetric(of_weight, _factors(moves["bias"], ledger, own.bias, ()))
+    return UnitMetric(of_weight, _factors(moves["bias"], ledger, manifest.bias, ()))
 
 
 def _units(state: Mapping[str, torch.Tensor], units: slice) -> dict[str, torch.Tensor]:
@@ -106,8 +106,8 @@ def _row(factor: Factor, row: int) -> Factor:
         return factor
     if factor.ndim == 0 or len(factor) == 1:
         row = 0
-    own = factor if factor.ndim == 0 else factor[row]
-    return float(own) if own.ndim == 0 else own.clone()
+    unit_factor = factor if factor.ndim == 0 else factor[row]
+    return float(unit_factor) if unit_factor.ndim == 0 else unit_factor.clone()
 
 
 def _factors(
@@ -149,6 +149,6 @@ class UnitMetrics:
         found = unit_metric(layer, self._ledger, state, unit, end, stop)
         with self._lock:
             self._kept[key] = found
-            while sum(own.nbytes for own in self._kept.values()) > self._most_bytes:
+            while sum(kept.nbytes for kept in self._kept.values()) > self._most_bytes:
                 self._kept.popitem(last=False)
         return found

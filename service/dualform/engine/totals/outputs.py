@@ -100,22 +100,22 @@ def plan(layer: Layer, question: PreparedOutput, rows: int) -> Plan:
     Raises:
         InvalidArgumentError: The strategy is unknown, or does not apply.
     """
-    own = question.parts
+    parts = question.parts
     refused = {
         "rebuilt": why_not_rebuilt(layer.manifest, question),
-        "parts": own if isinstance(own, str) else None,
+        "parts": parts if isinstance(parts, str) else None,
         "scan": None,
     }
     check_strategy(question.strategy, refused)
-    taken = 0 if isinstance(own, str) else int(np.count_nonzero(own.taken))
+    taken = 0 if isinstance(parts, str) else int(np.count_nonzero(parts.taken))
     costs = output_costs(layer, len(question.queries), rows, taken)
     costs = {name: cost for name, cost in costs.items() if refused[name] is None}
     if question.strategy != "auto":
         return chosen(question.strategy, costs, "")
     if "rebuilt" in costs:
         return Plan("rebuilt", "the weight that all rows add up to is stored", costs)
-    if not isinstance(own, str):
-        reason = f"what the rows of {taken:,} values of {own.stored.column!r} became is stored"
+    if not isinstance(parts, str):
+        reason = f"what the rows of {taken:,} values of {parts.stored.column!r} became is stored"
         return Plan("parts", reason, costs)
     reason = f"no rebuilt weight: {refused['rebuilt']}; no stored parts: {refused['parts']}"
     return chosen("auto", costs, reason)
@@ -209,8 +209,8 @@ class DualOutputs:
         """
         if layer.name not in self._remainders:
             self._remainders[layer.name] = self._remainder_of(layer)
-        own = self._remainders[layer.name]
-        return None if own is None else outputs_of(own, queries)
+        unexplained = self._remainders[layer.name]
+        return None if unexplained is None else outputs_of(unexplained, queries)
 
     def _remainder_of(self, layer: IndexLayer) -> Affine | None:
         """The trained weight and bias less the initial part and all rows: the same, as weights."""
@@ -219,12 +219,13 @@ class DualOutputs:
         rebuilt, final = self._states.read(layer.rebuilt), self._states.read(layer.final)
         trained, rows = affine(final, layer), affine(rebuilt, layer)
         if self._ledger.family.scalar:
-            first, own = self._states.read(layer.initial), self._trained_without_rows(layer)
+            first = self._states.read(layer.initial)
+            without_rows = self._trained_without_rows(layer)
             arrays = {name: tensor.numpy() for name, tensor in first.items()}
             of_bias = None
-            if layer.bias is not None and own.bias is not None:
-                of_bias = torch.from_numpy(left_behind(arrays, layer.bias, own.bias))
-            of_weight = torch.from_numpy(left_behind(arrays, layer.weight, own.weight))
+            if layer.bias is not None and without_rows.bias is not None:
+                of_bias = torch.from_numpy(left_behind(arrays, layer.bias, without_rows.bias))
+            of_weight = torch.from_numpy(left_behind(arrays, layer.weight, without_rows.weight))
             initial = Affine(of_weight, of_bias)
         else:
             initial = affine(rebuilt, layer, INITIAL)
@@ -237,27 +238,31 @@ class DualOutputs:
         self, layer: Layer, question: PreparedOutput, stored: WholeGroups
     ) -> Parts:
         """By what the rows of each value of a column became."""
-        own, queries = layer.manifest, question.queries
+        manifest, queries = layer.manifest, question.queries
         if self._ledger.family.scalar:
-            first, coefficients = self._states.read(own.initial), self._trained_without_rows(own)
-            initial = initial_part(own, first, coefficients, queries)
+            first = self._states.read(manifest.initial)
+            coefficients = self._trained_without_rows(manifest)
+            initial = initial_part(manifest, first, coefficients, queries)
         else:
-            assert own.rebuilt is not None
-            initial = outputs_of(affine(self._states.read(own.rebuilt), own, INITIAL), queries)
+            assert manifest.rebuilt is not None
+            state = self._states.read(manifest.rebuilt)
+            initial = outputs_of(affine(state, manifest, INITIAL), queries)
         rows = group_outputs(layer, self._states, stored, queries)
         values = rows if question.grouping is not None else initial + rows.sum(axis=1)
-        return Parts(values, initial, self._trained(own, question), None)
+        return Parts(values, initial, self._trained(manifest, question), None)
 
     def _by_following(self, layer: Layer, question: PreparedOutput, stop: Stop | None) -> Parts:
         """By the parts of the layer's weights, each followed through training."""
-        own, grouping, queries = layer.manifest, question.grouping, question.queries
-        trained = self._trained(own, question)
-        rebuilt = self._rebuilt(own, question)
+        manifest, grouping, queries = layer.manifest, question.grouping, question.queries
+        trained = self._trained(manifest, question)
+        rebuilt = self._rebuilt(manifest, question)
         if rebuilt is not None:
             state = self._states.read(rebuilt)
-            initial = outputs_of(affine(state, own, INITIAL), queries)
-            return Parts(initial + outputs_of(affine(state, own), queries), initial, trained, None)
-        first = self._states.read(own.initial)
+            initial = outputs_of(affine(state, manifest, INITIAL), queries)
+            return Parts(
+                initial + outputs_of(affine(state, manifest), queries), initial, trained, None
+            )
+        first = self._states.read(manifest.initial)
         found = self._followed.find(
             layer, first, 0, question.end, question.selected, grouping, stop
         )
@@ -266,7 +271,7 @@ class DualOutputs:
         values = rows[:, 0] + initial if grouping is None else rows
         residual = None
         if question.at_step is not None and not question.filtered:
-            start, entry = _latest_state(own, question.at_step)
+            start, entry = _latest_state(manifest, question.at_step)
             if start > 0:
                 # The trained weights of that time, moved on by the rows since: what they differ by
                 # from all that is explained since the first step is the remainder.
@@ -282,23 +287,23 @@ class DualOutputs:
         self, layer: Layer, question: PreparedOutput, stop: Stop | None, also: Sequence[Reducer]
     ) -> Parts:
         """By the one coefficient that each step has."""
-        own, grouping = layer.manifest, question.grouping
-        rebuilt = self._rebuilt(own, question)
-        first = self._states.read(own.initial)
+        manifest, grouping = layer.manifest, question.grouping
+        rebuilt = self._rebuilt(manifest, question)
+        first = self._states.read(manifest.initial)
         if rebuilt is not None:
-            coefficients = self._trained_without_rows(own)
-            initial = initial_part(own, first, coefficients, question.queries)
-            values = initial + plain_output(own, self._states.read(rebuilt), question.queries)
-            return Parts(values, initial, self._trained(own, question), None)
-        coefficients = layer_coefficients(self._ledger, own, question.end)
-        initial = initial_part(own, first, coefficients, question.queries)
-        start, entry = 0, own.initial
+            coefficients = self._trained_without_rows(manifest)
+            initial = initial_part(manifest, first, coefficients, question.queries)
+            values = initial + plain_output(manifest, self._states.read(rebuilt), question.queries)
+            return Parts(values, initial, self._trained(manifest, question), None)
+        coefficients = layer_coefficients(self._ledger, manifest, question.end)
+        initial = initial_part(manifest, first, coefficients, question.queries)
+        start, entry = 0, manifest.initial
         if question.at_step is not None and not question.filtered:
-            start, entry = _latest_state(own, question.at_step)
+            start, entry = _latest_state(manifest, question.at_step)
         whole = None
         if start > 0:
-            later = layer_coefficients(self._ledger, own, question.end, start)
-            base = initial_part(own, self._states.read(entry), later, question.queries)
+            later = layer_coefficients(self._ledger, manifest, question.end, start)
+            base = initial_part(manifest, self._states.read(entry), later, question.queries)
             since = question.selected & (layer.space.steps >= start)
             whole = base + self._rows(layer, question, later, None, since, stop)[:, 0]
             if grouping is None:
@@ -306,7 +311,7 @@ class DualOutputs:
         rows = self._rows(layer, question, coefficients, grouping, question.selected, stop, also)
         values = rows[:, 0] + initial if grouping is None else rows
         residual = None if whole is None else whole - initial - rows.sum(axis=1)
-        return Parts(values, initial, self._trained(own, question), residual)
+        return Parts(values, initial, self._trained(manifest, question), residual)
 
     def _rebuilt(self, layer: IndexLayer, question: PreparedOutput) -> FileEntry | None:
         """The stored sum of the layer's rows, where it is what answers."""
@@ -346,11 +351,11 @@ class DualOutputs:
 
 def _stored(layer: IndexLayer, question: PreparedOutput) -> WholeGroups | None:
     """The stored parts, where they are what answers."""
-    own = question.parts
-    if isinstance(own, str) or question.strategy not in ("auto", "parts"):
+    parts = question.parts
+    if isinstance(parts, str) or question.strategy not in ("auto", "parts"):
         return None
     whole = question.strategy == "auto" and why_not_rebuilt(layer, question) is None
-    return None if whole else own
+    return None if whole else parts
 
 
 def check_remainder(layer: Layer, residual: np.ndarray, whole: np.ndarray, most: float) -> None:

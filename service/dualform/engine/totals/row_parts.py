@@ -89,16 +89,16 @@ def rows_part(
     products first, W = sum c_t e_t (x) x_t, and multiply once: Proposition 1 of the paper. Then
     `also`, what else takes the scan's tiles, has a scan of its own.
     """
-    own = layer.manifest
+    manifest = layer.manifest
     groups = 1 if grouping is None else len(grouping.values)
-    cheaper = len(queries) * (own.d_in + own.d_out) > own.d_in * own.d_out
-    if cheaper and groups * own.d_in * own.d_out * 8 <= _REBUILD_BYTES:
+    cheaper = len(queries) * (manifest.d_in + manifest.d_out) > manifest.d_in * manifest.d_out
+    if cheaper and groups * manifest.d_in * manifest.d_out * 8 <= _REBUILD_BYTES:
         weight, bias = rebuild(layer, coefficients, grouping, selected, device, stop)
         out = torch.einsum("nd,god->ngo", queries.double().to(device), weight)
         if also:
             fold(layer, queries, selected, also, device, stop)
         return np.asarray((out if bias is None else out + bias).cpu().numpy())
-    total = WeightedValues(len(queries), own.d_out, coefficients, Groups(grouping), device)
+    total = WeightedValues(len(queries), manifest.d_out, coefficients, Groups(grouping), device)
     fold(layer, queries, selected, [total, *also], device, stop)
     return total.result()
 
@@ -126,12 +126,14 @@ def rebuild(
     Returns:
         Weight, float64 [groups, d_out, d_in], and bias, float64 [groups, d_out], None without one.
     """
-    own, kept_apart = layer.manifest, Groups(grouping)
+    manifest, kept_apart = layer.manifest, Groups(grouping)
     groups = len(kept_apart)
-    weight = torch.zeros((groups, own.d_out, own.d_in), dtype=torch.float64, device=device)
+    weight = torch.zeros(
+        (groups, manifest.d_out, manifest.d_in), dtype=torch.float64, device=device
+    )
     bias = None
     if coefficients.bias is not None:
-        bias = torch.zeros((groups, own.d_out), dtype=torch.float64, device=device)
+        bias = torch.zeros((groups, manifest.d_out), dtype=torch.float64, device=device)
     for shard in layer.shards:
         inside = selected[shard.start : shard.start + shard.rows]
         for tile in shard.tiles(inside, 1, values=True, device=device, stop=stop):
@@ -144,11 +146,11 @@ def rebuild(
                 keys, values, of_weight = keys[order], values[order], of_weight[order]
                 of_bias = None if of_bias is None else of_bias[order]
             for group, first, last in found.spans:
-                own_values = values[first:last]
-                scaled = own_values * of_weight[first:last, None]
+                group_values = values[first:last]
+                scaled = group_values * of_weight[first:last, None]
                 weight[group].addmm_(scaled.T, keys[first:last])
                 if bias is not None and of_bias is not None:
-                    bias[group].addmv_(own_values.T, of_bias[first:last])
+                    bias[group].addmv_(group_values.T, of_bias[first:last])
             if watch is not None:
                 watch(tile)
     return weight, bias

@@ -52,20 +52,20 @@ def steps_in_order(
     space = layer.space
     waiting: list[StepRows] = []  # a step's rows may go on in the next shard
     for shard in layer.shards:
-        own = slice(shard.start, shard.start + shard.rows)
-        steps = space.steps[own]
+        span = slice(shard.start, shard.start + shard.rows)
+        steps = space.steps[span]
         inside = np.flatnonzero((steps >= first) & (steps < end))
-        inside = inside[np.argsort(space.ids[own][inside], kind="stable")]
+        inside = inside[np.argsort(space.ids[span][inside], kind="stable")]
         if not len(inside):
             continue
         assert shard.values is not None
         keys, values = shard.keys.rows(), shard.values.rows()
         bounds = np.flatnonzero(np.diff(steps[inside])) + 1
-        for rows in np.split(inside, bounds):
+        for places in np.split(inside, bounds):
             check_stop(stop)
-            which = torch.from_numpy(rows)
+            which = torch.from_numpy(places)
             found = StepRows(
-                int(steps[rows[0]]), rows + shard.start, keys[which], values[which, units]
+                int(steps[places[0]]), places + shard.start, keys[which], values[which, units]
             )
             if waiting and waiting[0].step != found.step:
                 yield _joined(waiting)

@@ -50,22 +50,22 @@ def whole_groups(
         return "they are the trained layer's, not those at a step"
     stored = layer.manifest.parts
     if column is not None:
-        stored = tuple(own for own in stored if own.column == column)
+        stored = tuple(parts for parts in stored if parts.column == column)
     if not stored:
         by = "" if column is None else f" by {column!r}"
         return f"the index has no parts of layer {layer.name!r}{by}: build it with --parts"
     found = [
-        WholeGroups(own, counts > 0)
-        for own in stored
+        WholeGroups(parts, counts > 0)
+        for parts in stored
         if _is_whole(
-            counts := layer.space.count(own.column, selected),
-            layer.space.grouping(own.column),
+            counts := layer.space.count(parts.column, selected),
+            layer.space.grouping(parts.column),
         )
     ]
     if not found:
-        names = ", ".join(own.column for own in stored)
+        names = ", ".join(parts.column for parts in stored)
         return f"the filter takes more or less than whole groups of {names}"
-    return min(found, key=lambda own: int(np.count_nonzero(own.taken)))
+    return min(found, key=lambda groups: int(np.count_nonzero(groups.taken)))
 
 
 def _is_whole(counts: np.ndarray, grouping: Grouping) -> bool:
@@ -73,41 +73,41 @@ def _is_whole(counts: np.ndarray, grouping: Grouping) -> bool:
 
 
 def group_outputs(
-    layer: Layer, states: States, own: WholeGroups, queries: torch.Tensor
+    layer: Layer, states: States, whole: WholeGroups, queries: torch.Tensor
 ) -> np.ndarray:
     """What each group adds to outputs: float64 [n, groups, d_out], 0 where it is not taken.
 
     Args:
         layer: Whose.
         states: The index's stored weights.
-        own: Which parts.
+        whole: Which parts.
         queries: float32 [n, d_in].
 
     Raises:
         DamagedError: The file does not hold such parts.
     """
-    manifest, groups = layer.manifest, own.stored.groups
-    state = states.read(own.stored.file)
+    manifest, groups = layer.manifest, whole.stored.groups
+    state = states.read(whole.stored.file)
     weight = state.get(manifest.weight)
     bias = None if manifest.bias is None else state.get(manifest.bias)
-    shape = (len(own.taken), manifest.d_out, manifest.d_in)
+    shape = (len(whole.taken), manifest.d_out, manifest.d_in)
     if (
-        groups != len(own.taken)
+        groups != len(whole.taken)
         or weight is None
         or weight.shape != shape
         or (manifest.bias is not None and (bias is None or bias.shape != shape[:2]))
     ):
         raise DamagedError(
-            states.path(own.stored.file),
-            f"it has not the parts of {len(own.taken)} values of {own.stored.column!r}",
+            states.path(whole.stored.file),
+            f"it has not the parts of {len(whole.taken)} values of {whole.stored.column!r}",
             REBUILD,
         )
     wide = queries.double()
-    if own.taken.all():
+    if whole.taken.all():
         flat = product(wide, weight.reshape(-1, manifest.d_in)).reshape(len(wide), *shape[:2])
         return np.asarray((flat if bias is None else flat + bias.double()).numpy())
     out = np.zeros((len(wide), *shape[:2]))
-    for number in np.flatnonzero(own.taken):
+    for number in np.flatnonzero(whole.taken):
         part = product(wide, weight[number])
         out[:, number] = (part if bias is None else part + bias[number].double()).numpy()
     return out

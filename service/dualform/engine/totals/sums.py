@@ -129,18 +129,18 @@ def plan(layer: Layer, prepared: PreparedSums, strategy: str) -> Way:
         standing = first_rows(equal, rest)
         keys = int(np.count_nonzero(standing))
         costs["distinct_keys"] = beside + distinct_keys_seconds(layer, queries, rows, keys)
-    own = chosen(strategy, costs, str(refused["key_sums"]))
-    if own.strategy == "scan":
+    choice = chosen(strategy, costs, str(refused["key_sums"]))
+    if choice.strategy == "scan":
         standing = None
     if whole.any():
         left = f"the other {rows:,} are multiplied"
         if standing is not None:
             left = f"{keys:,} distinct keys for the other {rows:,}"
         reason = f"key sums stand for {all_rows - rows:,} rows, {left}"
-        own = replace(own, reason=reason)
-    elif own.strategy == "distinct_keys" and strategy == "auto":
-        own = replace(own, reason=f"{keys:,} distinct keys stand for {rows:,} rows")
-    return Way(own, whole, rest, standing)
+        choice = replace(choice, reason=reason)
+    elif choice.strategy == "distinct_keys" and strategy == "auto":
+        choice = replace(choice, reason=f"{keys:,} distinct keys stand for {rows:,} rows")
+    return Way(choice, whole, rest, standing)
 
 
 def _equal_keys(layer: Layer) -> tuple[np.ndarray | None, str | None]:
