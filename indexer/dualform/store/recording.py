@@ -1,5 +1,8 @@
 """Reading a recording: every committed step, checked against its digest (docs/format-recording.md).
 
+Which steps are committed is told by recording_segments.py; what lies in the files, by
+recording_format.py.
+
 Memory is bounded by one segment's metadata, whatever the recording's length.
 """
 
@@ -8,10 +11,8 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -19,11 +20,9 @@ from safetensors.numpy import load as load_safetensors
 
 from dualform.store.encoding import FLOAT32, encoding
 from dualform.store.errors import DamagedError, NotFoundError
-from dualform.store.fields import Fields, wrong
 from dualform.store.files import (
     FileEntry,
     check_digest_of,
-    check_size,
     digest,
     opened,
     read_checked,
@@ -31,9 +30,7 @@ from dualform.store.files import (
 from dualform.store.ledger import InexactMark, Ledger, LedgerRow, from_parquet
 from dualform.store.parquet import batches, read_parquet
 from dualform.store.recording_format import (
-    CLOSED,
     EXAMPLES,
-    FINAL,
     RERECORD,
     SEGMENTS,
     LayerSpec,
@@ -41,9 +38,9 @@ from dualform.store.recording_format import (
     RecordingManifest,
     SegmentTable,
     Span,
-    read_sealed,
     segment_name,
 )
+from dualform.store.recording_segments import committed
 from dualform.store.row_metadata import row_schema
 
 __all__ = [
@@ -54,8 +51,6 @@ __all__ = [
     "RecordingManifest",
     "Span",
 ]
-
-_TABLE = re.compile(r"([0-9]{6,12})\.json")
 
 
 class Recording:
@@ -117,16 +112,8 @@ class Recording:
         """
         path = Path(path)
         manifest = RecordingManifest.load(path)
-        closed = _read_closed(path) if os.path.lexists(path / CLOSED) else None
-        numbers = _segment_numbers(path)
-        expected = len(numbers) if closed is None else closed.segments
-        last = max(numbers, default=-1)
-        missing = next((n for n in range(last + 1) if n not in numbers), last + 1)
-        if missing < max(expected, last + 1):
-            raise DamagedError(path / SEGMENTS / segment_name(missing, "json"), "missing", RERECORD)
-        segments = [_load_segment(path, number, manifest) for number in sorted(numbers)]
-        _check_sequence(path, segments, None if closed is None else closed.steps)
-        return cls(path, manifest, segments, None if closed is None else closed.final)
+        segments, final = committed(path, manifest)
+        return cls(path, manifest, segments, final)
 
     def close(self) -> None:
         """Let go of open files; the recording can still be read after, and reopens them."""
@@ -390,65 +377,6 @@ class Recording:
                 f"the record at byte {span.offset:,} is not the one that was written",
                 RERECORD,
             )
-
-
-class _Closed(NamedTuple):
-    """What `closed.json` says."""
-
-    steps: int
-    segments: int
-    final: FileEntry
-
-
-def _read_closed(path: Path) -> _Closed:
-    data = Fields(read_sealed(path / CLOSED))
-    try:
-        closed = _Closed(data.integer("steps"), data.integer("segments"), data.entry("final"))
-        if closed.final.name != FINAL:
-            raise wrong("final.name", closed.final.name, repr(FINAL))
-        return closed
-    except ValueError as error:
-        raise DamagedError(path / CLOSED, f"a field is wrong: {error}", RERECORD) from None
-
-
-def _segment_numbers(path: Path) -> set[int]:
-    """The numbers of the segments that are committed."""
-    try:
-        names = os.listdir(path / SEGMENTS)
-    except (FileNotFoundError, NotADirectoryError):
-        raise DamagedError(path / SEGMENTS, "missing", RERECORD) from None
-    return {int(found[1]) for name in names if (found := _TABLE.fullmatch(name))}
-
-
-def _load_segment(path: Path, number: int, manifest: RecordingManifest) -> SegmentTable:
-    directory = path / SEGMENTS
-    name = directory / segment_name(number, "json")
-    segment = SegmentTable.load(name, manifest.layers)
-    entry = FileEntry(segment_name(number, "bin"), segment.bin_bytes, "")
-    for part in (entry, segment.rows, segment.ledger, *(file for _, file in segment.states)):
-        check_size(directory, part, RERECORD)
-    check_size(path, segment.initial, RERECORD)
-    for part in segment.examples:
-        check_size(path / EXAMPLES, part, RERECORD)
-    for layer, record in segment.passes:
-        if (record.values is not None) != manifest.values:
-            what = f"a pass of layer {layer!r} {'lacks' if manifest.values else 'has'} values"
-            raise DamagedError(name, what, RERECORD)
-    return segment
-
-
-def _check_sequence(path: Path, segments: Sequence[SegmentTable], steps: int | None) -> None:
-    step = block = 0
-    for segment in segments:
-        if (segment.first_step, segment.first_block) != (step, block):
-            name = path / SEGMENTS / segment_name(segment.number, "json")
-            raise DamagedError(name, "does not follow the segment before it", RERECORD)
-        if segment.initial != segments[0].initial:
-            raise DamagedError(name, "initial is not the first segment's", RERECORD)
-        step += segment.steps
-        block += len(segment.block_rows)
-    if steps is not None and steps != step:
-        raise DamagedError(path / CLOSED, f"{steps} steps where segments hold {step}", RERECORD)
 
 
 def _bytes(out: memoryview | np.ndarray) -> memoryview:

@@ -1,0 +1,294 @@
+"""One layer of an index that is being built: how it is read, and the files that it becomes.
+
+A shard's part of the recording is read twice, for keys and for values. While this thread puts them
+in the order of the sidecar, another sums up what the engine must know of the keys, and with the
+values what the rows add up to. Once all shards are written, what was gathered is written too.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save as save_safetensors
+
+from dualform.index.background import BackgroundWorker
+from dualform.index.equal_keys import EqualKeysWriter, digests
+from dualform.index.key_summary import KeySummary
+from dualform.index.parts import ColumnGroups, write_parts
+from dualform.index.row_spaces import Space
+from dualform.index.row_sum import FollowedSum, RowSums
+from dualform.index.shards import ShardFile, ShardWriter
+from dualform.index.sidecar import Order
+from dualform.index.sketch import sketch
+from dualform.store.encoding import FLOAT32, Encoding, encoding
+from dualform.store.files import FileEntry, write_atomic
+from dualform.store.index_parts import (
+    IndexLayer,
+    LayerShard,
+    StoredParts,
+    layer_file,
+    shard_file,
+)
+from dualform.store.ledger import InexactMark
+from dualform.store.recording import LayerSpec, PassRecord, Recording
+
+
+class LayerSource:
+    """A layer's passes in the recording, read as the index stores them.
+
+    Attributes:
+        spec: The layer.
+        passes: Its passes, in the order of its rows.
+        encodings: Of keys and values: that of the passes, or float32 where they have several.
+        row_bytes: Of a key, and of a value, 0 without values.
+    """
+
+    def __init__(self, recording: Recording, spec: LayerSpec, *, values: bool) -> None:
+        self._recording = recording
+        self.spec = spec
+        self.passes = recording.passes(spec.name)
+        self.encodings = _encodings(self.passes)
+        of_keys, of_values = self.encodings
+        self.row_bytes = (
+            of_keys.row_bytes(spec.d_in),
+            of_values.row_bytes(spec.d_out) if values else 0,
+        )
+
+    def read(self, record: PassRecord, *, values: bool) -> np.ndarray:
+        """A pass's keys [rows, d_in] or values [rows, d_out], of their encoding's NumPy dtype.
+
+        Raises:
+            DamagedError: They are not what was written.
+        """
+        if values:
+            rows, span = self._recording.stored_values(record), record.values
+        else:
+            rows, span = self._recording.stored_keys(record), record.keys
+        assert span is not None
+        if span.encoding != self.encodings[values].name:
+            rows = encoding(span.encoding).widen(rows)
+        return rows.reshape(record.rows, self.spec.d_out if values else self.spec.d_in)
+
+    def pieces(
+        self, space: Space, start: int, stop: int, *, values: bool
+    ) -> Iterator[tuple[PassRecord, slice, np.ndarray]]:
+        """Keys or values of rows [start, stop), pass by pass: whose, which of these rows, they."""
+        for i in space.passes_in(start, stop):
+            begin = int(space.starts[i])
+            first, last = max(begin, start), min(int(space.starts[i + 1]), stop)
+            rows = self.read(self.passes[i], values=values)[first - begin : last - begin]
+            yield self.passes[i], slice(first - start, last - start), rows
+
+
+def _encodings(passes: Sequence[PassRecord]) -> tuple[Encoding, Encoding]:
+    spans = ([record.keys for record in passes], [record.values for record in passes])
+    names = [{span.encoding for span in side if span is not None} for side in spans]
+    keys, values = (encoding(found.pop()) if len(found) == 1 else FLOAT32 for found in names)
+    return keys, values
+
+
+@dataclass(frozen=True)
+class _PendingShard:
+    """A layer's shard whose files are still being written."""
+
+    keys: Future[FileEntry]
+    values: Future[FileEntry] | None
+    sketch: FileEntry | None
+    sums: FileEntry | None
+    summary: KeySummary
+
+    def result(self) -> LayerShard:
+        return LayerShard(
+            keys=self.keys.result(),
+            values=None if self.values is None else self.values.result(),
+            sketch=self.sketch,
+            sums=self.sums,
+            nonnegative=self.summary.nonnegative,
+            max_norm=self.summary.max_norm,
+            nonfinite=self.summary.nonfinite(),
+        )
+
+
+class LayerWriter:
+    """Writes one layer's files: `write_shard` for each shard, `add_state`, then `finish`.
+
+    Args:
+        directory: The index's.
+        source: The layer's passes.
+        values: Whether the index has values.
+        directions: Of the sketches, float32 [m, d_in]; None for none.
+        row_sum: What takes the rows to what they add up to; None where nothing does.
+        equal_keys: What takes the keys' digests.
+        advance: Called with the bytes that were read, as they come.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        source: LayerSource,
+        *,
+        values: bool,
+        directions: np.ndarray | None,
+        row_sum: RowSums | FollowedSum | None,
+        equal_keys: EqualKeysWriter,
+        advance: Callable[[int], None],
+    ) -> None:
+        self._directory = directory
+        self._source = source
+        self._spec = source.spec
+        self._values = values
+        self._directions = directions
+        self._row_sum = row_sum
+        self._equal_keys = equal_keys
+        self._advance = advance
+        self._pending: list[_PendingShard] = []
+        self._shards: tuple[LayerShard, ...] = ()
+        self._states: list[tuple[int, FileEntry]] = []
+
+    def write_shard(self, writer: ShardWriter, space: Space, order: Order) -> None:
+        """Fill and hand over the keys, then the values, of the shard whose rows lie so."""
+        spec, encodings = self._spec, self._source.encodings
+        summary = KeySummary(order.rows, spec.d_in, order.run_starts)
+        directions = self._directions
+        sketches = None
+        if directions is not None:
+            sketches = np.empty((order.rows, len(directions) + 1), np.float32)
+        hashes = np.empty(order.rows, "S16") if self._equal_keys.pays else None
+
+        def pieces(*, values: bool) -> Iterator[tuple[PassRecord, slice, np.ndarray]]:
+            for piece in self._source.pieces(space, order.start, order.stop, values=values):
+                yield piece
+                self._advance(piece[2].nbytes)
+
+        def study(where: np.ndarray, rows: np.ndarray) -> None:
+            keys = encodings[0].widen(rows)
+            summary.add(where, keys)
+            if sketches is not None and directions is not None:
+                sketches[where] = sketch(keys, directions)
+            if hashes is not None:
+                hashes[where] = digests(rows)
+
+        def fill_keys(file: ShardFile) -> None:
+            with BackgroundWorker() as background:
+                for _, inside, rows in pieces(values=False):
+                    where = order.positions[inside]
+                    background.submit(study, where, rows)
+                    file.put(where, rows)
+                if hashes is not None:
+                    background.submit(self._equal_keys.add, hashes)
+
+        def fill_values(file: ShardFile) -> None:
+            row_sum = self._row_sum
+
+            def add(step: int, inside: slice, rows: np.ndarray) -> None:
+                assert row_sum is not None
+                keys = keys_file.take(order.positions[inside])
+                row_sum.add(step, keys, encodings[1].widen(rows), order.parts[:, inside])
+
+            with BackgroundWorker() as background:
+                for record, inside, rows in pieces(values=True):
+                    if row_sum is not None:
+                        background.submit(add, record.step, inside, rows)
+                    file.put(order.positions[inside], rows)
+
+        name = shard_file(spec.name, order.number, "keys.faiss")
+        keys_file, keys = writer.keys(name, order.rows, spec.d_in, encodings[0], fill_keys)
+        values = None
+        if self._values:
+            name = shard_file(spec.name, order.number, "values.npy")
+            values = writer.values(name, order.rows, spec.d_out, encodings[1], fill_values)
+        keys_file.let_go()
+        entry = sums = None
+        if sketches is not None:
+            entry = self._write_array(shard_file(spec.name, order.number, "sketch.npy"), sketches)
+        if summary.sums is not None:
+            name = shard_file(spec.name, order.number, "sums.npy")
+            sums = self._write_array(name, summary.sums)
+        self._pending.append(_PendingShard(keys, values, entry, sums, summary))
+
+    def wait(self) -> None:
+        """Wait until the files of all shards are written. Raises what writing them raised."""
+        self._shards = tuple(shard.result() for shard in self._pending)
+        self._pending.clear()
+
+    def add_state(self, step: int, state: Mapping[str, np.ndarray]) -> None:
+        """Write the state after so many steps, if the recording kept the layer's."""
+        if self._spec.weight in state:
+            self._states.append((step, self._write_state(f"states-{step}", state)))
+
+    def finish(
+        self,
+        space: int,
+        groups: Sequence[ColumnGroups],
+        inexact: Sequence[InexactMark],
+        initial: Mapping[str, np.ndarray],
+        final: Mapping[str, np.ndarray] | None,
+    ) -> IndexLayer:
+        """Write what belongs to no shard.
+
+        Args:
+            space: The number of the layer's row space.
+            groups: Of the columns whose parts are kept.
+            inexact: The layer's marks.
+            initial: The recording's state before the first step.
+            final: After the last; None where the recording was cut off.
+
+        Returns:
+            What the manifest says of the layer.
+        """
+        spec, directions = self._spec, self._directions
+        rebuilt, parts = self._write_row_sum(groups)
+        name = layer_file(spec.name, "directions.npy")
+        return IndexLayer(
+            name=spec.name,
+            kind=spec.kind,
+            d_in=spec.d_in,
+            d_out=spec.d_out,
+            weight=spec.weight,
+            bias=spec.bias,
+            space=space,
+            values=self._values,
+            inexact=tuple(inexact),
+            directions=None if directions is None else self._write_array(name, directions),
+            initial=self._write_state("initial", initial),
+            final=None if final is None else self._write_state("final", final),
+            states=tuple(self._states),
+            shards=self._shards,
+            rebuilt=rebuilt,
+            equal_keys=self._equal_keys.result(),
+            key_encoding=self._source.encodings[0].name,
+            value_encoding=self._source.encodings[1].name,
+            parts=parts,
+        )
+
+    def _write_row_sum(
+        self, groups: Sequence[ColumnGroups]
+    ) -> tuple[FileEntry | None, tuple[StoredParts, ...]]:
+        """What all rows add up to, and the parts of it that are kept; both are then let go."""
+        row_sum, self._row_sum = self._row_sum, None
+        total = None if row_sum is None else row_sum.result()
+        if row_sum is None or total is None:
+            return None, ()
+        parts = write_parts(self._directory, self._spec, groups, row_sum.parts())
+        return self._write_state("rebuilt", total), parts
+
+    def _write_array(self, name: str, array: np.ndarray) -> FileEntry:
+        sink = io.BytesIO()
+        np.save(sink, array, allow_pickle=False)
+        entry = write_atomic(self._directory / name, sink.getvalue())
+        return FileEntry(name, entry.bytes, entry.xxh3)
+
+    def _write_state(self, which: str, state: Mapping[str, np.ndarray]) -> FileEntry:
+        """The layer's weight, bias and optimizer buffers, by the names the recording uses."""
+        spec = self._spec
+        parameters = [spec.weight] + ([] if spec.bias is None else [spec.bias])
+        names = [n for n in state if n in parameters or n.partition(":")[2] in parameters]
+        data = save_safetensors({n: np.ascontiguousarray(state[n]) for n in names})
+        name = layer_file(spec.name, f"{which}.safetensors")
+        entry = write_atomic(self._directory / name, data)
+        return FileEntry(name, entry.bytes, entry.xxh3)
