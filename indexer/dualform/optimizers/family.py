@@ -9,6 +9,7 @@ which follows the optimizer's own recursion with the part's gradient in place of
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
@@ -52,7 +53,7 @@ class Settings(Protocol):
     def _fields(self) -> tuple[str, ...]: ...
 
 
-class Family:
+class Family(ABC):
     """One family of optimizers; subclasses are stateless and register themselves in `__init__`.
 
     Attributes:
@@ -77,14 +78,15 @@ class Family:
     single: ClassVar[bool] = True
     scalars: ClassVar[tuple[str, ...]] = ()
 
+    @abstractmethod
     def owns(self, kind: type[torch.optim.Optimizer]) -> bool:
         """Whether the class's `step` is this family's."""
-        raise NotImplementedError
 
     def why_not(self, optimizer: torch.optim.Optimizer) -> str | None:
         """Why an optimizer whose `step` is the family's can't be read all the same, or None."""
         return None
 
+    @abstractmethod
     def read(
         self, group: Mapping[str, Any], nth: int, dtype: torch.dtype, state: Mapping[str, Any]
     ) -> Any:
@@ -96,7 +98,6 @@ class Family:
             dtype: The parameter's.
             state: The parameter's, empty before its first step; only `scalars` are looked at.
         """
-        raise NotImplementedError
 
     def blank(self, weight: torch.Tensor) -> Whole:
         """Zeros in the place of every buffer.
@@ -114,6 +115,7 @@ class Family:
         """Whether a step's transition depends on the whole's weight or momentum."""
         return False
 
+    @abstractmethod
     def transition(
         self, settings: Any, first: bool, whole: Whole, gradient: torch.Tensor
     ) -> Transition:
@@ -126,7 +128,6 @@ class Family:
                 moved by the caller.
             gradient: The whole's, as the optimizer finds it, the parameter's shape.
         """
-        raise NotImplementedError
 
 
 def same_names(*names: str) -> Mapping[str, str]:

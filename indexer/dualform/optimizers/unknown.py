@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dualform.optimizers.family import Family, number
+from dualform.optimizers.family import Family, Transition, Whole, number
 
 
 class UnknownSettings(NamedTuple):
@@ -33,3 +33,8 @@ class Unknown(Family):
             return UnknownSettings(number(group.get("lr", 0.0)))
         except (TypeError, ValueError):
             return UnknownSettings(float("nan"))
+
+    def transition(
+        self, settings: UnknownSettings, first: bool, whole: Whole, gradient: torch.Tensor
+    ) -> Transition:
+        raise NotImplementedError("how an optimizer of no known family moves parts is not known")
