@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import dualform.client
-from dualform.client import AsyncClient, Client, DualformError, InvalidArgumentError
+from dualform.client import AsyncClient, Client, DualformError, InvalidArgumentError, errors
 from dualform.questions import (
     ExamplesQuestion,
     ExplainQuestion,
@@ -38,9 +38,11 @@ def test_all_is_sorted_and_complete() -> None:
 
 
 def test_every_error_is_exported() -> None:
-    kinds = {kind.__name__ for kind in DualformError.__subclasses__()}
-    assert kinds <= set(dualform.client.__all__)
-    codes = [kind.code for kind in DualformError.__subclasses__()]
+    ours = [kind for kind in vars(errors).values() if isinstance(kind, type)]
+    kinds = [kind for kind in ours if DualformError in kind.__bases__]
+    assert len(kinds) == 12
+    assert {kind.__name__ for kind in ours} <= set(dualform.client.__all__)
+    codes = [kind.code for kind in kinds]
     assert len(codes) == len(set(codes))
 
 
@@ -149,7 +151,8 @@ REMOTE_ONLY = """
 import sys
 from importlib.abc import MetaPathFinder
 
-ALLOWED = {"dualform.v1", "dualform._version", "dualform.questions", "dualform.client"}
+OURS = ("v1", "_errors", "_version", "questions", "client")
+ALLOWED = {f"dualform.{part}" for part in OURS}
 
 class Block(MetaPathFinder):
     def find_spec(self, name, path=None, target=None):

@@ -14,6 +14,7 @@ import pytest
 import dualform
 
 ROOT = Path(__file__).resolve().parents[2]
+FILES = ["__init__.py", "_errors.py", "_version.py", "py.typed"]
 PARTS = ["v1", "store", "record", "index", "engine", "replay", "serve", "client", "plot", "cli"]
 
 
@@ -36,7 +37,7 @@ def test_the_wheel_holds_every_part_and_nothing_else(wheel: Path) -> None:
         assert f"dualform/{part}/__init__.py" in names
         assert f"dualform/{part}/py.typed" in names
     at_top = {name for name in names if re.fullmatch(r"dualform/[^/]+", name)}
-    assert at_top == {f"dualform/{file}" for file in ("__init__.py", "_version.py", "py.typed")}
+    assert at_top == {f"dualform/{file}" for file in FILES}
     assert "dualform/v1/attribution_pb2_grpc.py" in names
     strangers = [name for name in names if not name.startswith(("dualform/", "dualform-"))]
     assert not strangers

@@ -24,6 +24,7 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from dualform.index.equal_keys import MOST_KEYS, EqualKeysWriter
+from dualform.index.errors import BuildError
 from dualform.index.layer import LayerSource, LayerWriter
 from dualform.index.parts import PartsPlan, plan_parts
 from dualform.index.payloads import write_payloads
@@ -76,16 +77,16 @@ def build_index(
         ExistsError: The target exists, or another build is writing it.
         NotFoundError, VersionError, DamagedError: The recording can't be read.
         NoSpaceError: The disk is full; nothing of the index is left on it.
-        ValueError: The recording holds no step, shard_rows < 1, or parts of a column can't be
+        BuildError: The recording holds no step, shard_rows < 1, or parts of a column can't be
             kept: it is not there, has no value or more than `MOST_GROUPS`, or its parts take too
             much memory.
     """
     if shard_rows < 1:
-        raise ValueError(f"shard_rows is {shard_rows}; it must be at least 1")
+        raise BuildError(f"shard_rows is {shard_rows}; it must be at least 1")
     target = Path(index).absolute()
     source = Recording.open(Path(recording))
     if source.steps == 0:
-        raise ValueError(f"{recording} holds no committed step yet; there is nothing to index")
+        raise BuildError(f"{recording} holds no committed step yet; there is nothing to index")
     values = values and source.manifest.values
     spaces = row_spaces(source)
     plan = plan_parts(source, spaces, parts, values)

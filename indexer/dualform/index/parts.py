@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 from safetensors.numpy import save
 
+from dualform.index.errors import BuildError
 from dualform.index.row_spaces import Space
 from dualform.optimizers import Unknown
 from dualform.store.files import FileEntry, write_atomic
@@ -98,25 +99,25 @@ def plan_parts(
         values: Whether the index gets values.
 
     Raises:
-        ValueError: A column is not there, has no value or too many, the parts take too much
+        BuildError: A column is not there, has no value or too many, the parts take too much
             memory, or rows have none: without values, or by an optimizer of no known family.
     """
     columns = list(dict.fromkeys(columns))
     if not columns:
         return PartsPlan(((),) * len(spaces), 0)
     if not values:
-        raise ValueError(
+        raise BuildError(
             "parts of the weights are made of values, and there are none: record with values=True "
             "and build with --values, or leave out --parts"
         )
     if source.ledger().family.name == Unknown.name:
-        raise ValueError(
+        raise BuildError(
             f"{source.manifest.optimizer} is of no known family, so it is not known what rows made "
             "of the weights; leave out --parts"
         )
     for column in columns:
         if column not in source.schema.names:
-            raise ValueError(
+            raise BuildError(
                 f"--parts: there is no column {column!r}; the recording has "
                 f"{', '.join(source.schema.names)}"
             )
@@ -130,13 +131,13 @@ def plan_parts(
     )
     for column in columns:
         if not any(grouping.column == column for space in found for grouping in space):
-            raise ValueError(
+            raise BuildError(
                 f"--parts: no row has a value of column {column!r}; annotate it while recording, "
                 "or name another"
             )
     numbers = _numbers(source.manifest.layers, spaces, found)
     if numbers * _MEMORY > MOST_MEMORY:
-        raise ValueError(
+        raise BuildError(
             f"--parts {','.join(columns)}: following so many parts of all layers takes "
             f"{numbers * _MEMORY / 1e9:,.1f} GB of memory, more than the "
             f"{MOST_MEMORY / 1e9:.1f} GB that a build allows itself; name fewer columns, or ones "
@@ -165,7 +166,7 @@ def _groups(source: Recording, space: Space, column: str) -> ColumnGroups | None
     for rows in _chunks(source, space, column):
         known = group(rows if known is None else pa.concat_arrays([known, rows])).values
         if len(known) > MOST_GROUPS:
-            raise ValueError(
+            raise BuildError(
                 f"--parts: column {column!r} has more than {MOST_GROUPS:,} values, and every one "
                 "would take a whole weight of every layer; name a column with fewer (questions "
                 "group by any column without stored parts, by a scan)"

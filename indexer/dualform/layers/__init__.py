@@ -7,7 +7,15 @@ A kind registers itself as its file is imported, which happens here and nowhere 
 from dualform.layers import convolution as _convolution  # noqa: F401
 from dualform.layers import linear as _linear  # noqa: F401
 from dualform.layers import transposed as _transposed  # noqa: F401
-from dualform.layers.base import JoinedKind, LayerKind, ProductKind, ShapeError, layers_of, why_not
+from dualform.layers.base import (
+    JoinedKind,
+    LayerKind,
+    ProductKind,
+    ShapeError,
+    UnsupportedModuleError,
+    layers_of,
+    why_not,
+)
 from dualform.layers.lstm import LSTM
 
 # In plain order; the linter would put LSTM first, as a constant.
@@ -17,6 +25,7 @@ __all__ = [  # noqa: RUF022
     "LayerKind",
     "ProductKind",
     "ShapeError",
+    "UnsupportedModuleError",
     "layers_of",
     "why_not",
 ]

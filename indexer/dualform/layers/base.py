@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node
 
+from dualform._errors import DualformError
+
 Product = Callable[[torch.Tensor], torch.Tensor]
 """W x + b, [..., d_out], of queries [..., d_in]; no gradient flows through it."""
 
@@ -23,8 +25,12 @@ Forward = Callable[..., Any]
 """What may stand in the place of a module's forward."""
 
 
-class ShapeError(ValueError):
+class ShapeError(DualformError, ValueError):
     """A layer was called with a tensor of a shape that it does not take."""
+
+
+class UnsupportedModuleError(DualformError, ValueError):
+    """A module can't be taken over as one of ours; the message says what can."""
 
 
 class LayerKind(ABC):

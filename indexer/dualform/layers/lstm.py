@@ -12,7 +12,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from dualform.layers.base import FillKeys, Forward, JoinedKind, PassRows, Product, ShapeError
+from dualform.layers.base import (
+    FillKeys,
+    Forward,
+    JoinedKind,
+    PassRows,
+    Product,
+    ShapeError,
+    UnsupportedModuleError,
+)
 
 State = tuple[torch.Tensor, torch.Tensor]
 
@@ -101,16 +109,16 @@ class LSTM(nn.Module):
         """The same layer with the weights of an `nn.LSTM`, copied.
 
         Raises:
-            ValueError: It has several layers, two directions, a projection, dropout, or takes
-                [time, batch].
+            UnsupportedModuleError: It has several layers, two directions, a projection, dropout, or
+                takes [time, batch]; a ValueError.
         """
         if lstm.num_layers != 1 or lstm.bidirectional or lstm.proj_size or lstm.dropout:
-            raise ValueError(
+            raise UnsupportedModuleError(
                 f"{lstm} can't be taken over as a whole: only one layer, one direction, without "
                 "projection and dropout; stack several LSTM, with nn.Dropout between them"
             )
         if not lstm.batch_first:
-            raise ValueError(
+            raise UnsupportedModuleError(
                 "this nn.LSTM takes [time, batch, input]; make it with batch_first=True, and "
                 "transpose what it is given and gives"
             )

@@ -1,6 +1,6 @@
 """What can go wrong while recording.
 
-RecordError
+RecordError                 a DualformError
 ├── LayerSelectionError     no such layer, or one that cannot be recorded
 ├── AnnotationError         a column's name, type or size does not fit
 ├── CaptureError            a layer's rows cannot be captured
@@ -13,10 +13,11 @@ RecordError
 
 from __future__ import annotations
 
+from dualform._errors import DualformError
 from dualform.store.errors import ExistsError
 
 
-class RecordError(Exception):
+class RecordError(DualformError):
     """Base of everything the recorder raises; the message says what to do next."""
 
 

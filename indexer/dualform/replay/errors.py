@@ -1,13 +1,15 @@
 """What can go wrong in a replay.
 
-ReplayError
+ReplayError          a DualformError
 └── DivergedError    the second training is not the first one's
 """
 
 from __future__ import annotations
 
+from dualform._errors import DualformError
 
-class ReplayError(Exception):
+
+class ReplayError(DualformError):
     """Base of everything that replay raises; the message says what to do next."""
 
 

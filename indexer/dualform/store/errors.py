@@ -1,6 +1,6 @@
 """What can be wrong with files on disk.
 
-StoreError
+StoreError             a DualformError
 ├── NotFoundError      nothing of ours is there
 ├── VersionError       written by a newer dualform
 ├── DamagedError       truncated, altered or incomplete; names the file
@@ -14,8 +14,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from dualform._errors import DualformError
 
-class StoreError(Exception):
+
+class StoreError(DualformError):
     """Base of everything this package raises; the message says what to do next."""
 
 

@@ -1,6 +1,6 @@
 """What a question can be refused with; each maps to one canonical gRPC code.
 
-EngineError
+EngineError                   a DualformError
 ├── InvalidArgumentError      INVALID_ARGUMENT     names the request's field
 ├── NotFoundError             NOT_FOUND
 ├── FailedPreconditionError   FAILED_PRECONDITION  right question, wrong index for it
@@ -14,8 +14,10 @@ from __future__ import annotations
 import errno
 from typing import ClassVar
 
+from dualform._errors import DualformError
 
-class EngineError(Exception):
+
+class EngineError(DualformError):
     """Base of all refusals.
 
     Args:
@@ -30,9 +32,7 @@ class EngineError(Exception):
     def __init__(
         self, message: str, *, field: str | None = None, reason: str | None = None
     ) -> None:
-        super().__init__(message)
-        self.field = field
-        self.reason = reason or self.default_reason
+        super().__init__(message, reason=reason or self.default_reason, field=field)
 
     def detached(self) -> EngineError:
         """The same refusal without traceback, cause and context, to be kept.

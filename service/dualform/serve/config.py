@@ -14,11 +14,13 @@ from typing import Any
 
 import yaml
 
+from dualform._errors import DualformError
+
 _DEVICES = ("auto", "cpu", "cuda")
 _LOGS = ("text", "json")
 
 
-class ConfigError(ValueError):
+class ConfigError(DualformError, ValueError):
     """The configuration is wrong; the message names the key, what is allowed and what was given."""
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dualform._errors import DualformError
 
-class CommandError(Exception):
+
+class CommandError(DualformError):
     """Bad usage or input; the message says what to do next."""

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from dualform import __version__
+from dualform._errors import DualformError
 from dualform.cli import index, plot, query, serve
 from dualform.cli.errors import CommandError
 
@@ -109,9 +110,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _explain(error: Exception) -> int:
-    kinds = {kind.__name__ for kind in type(error).__mro__}
-    # By name: their packages are loaded only where they could be raised.
-    if kinds & {"DualformError", "StoreError", "EngineError", "ConfigError"}:
+    if isinstance(error, DualformError):
         return _complain(str(error))
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""

@@ -1,6 +1,7 @@
 """What a call can end with; the same classes over the network and on a local index.
 
-DualformError                     base of all; has .code, .reason, .field and .retry_after
+DualformError                     base of all errors of dualform, those of other parts included; has
+│                                 .code, .reason, .field and .retry_after
 ├── InvalidArgumentError          the question is wrong; .field names the argument
 │   └── CallError                 called with wrong arguments; a TypeError too
 ├── NotFoundError                 no such index or layer
@@ -22,37 +23,7 @@ says when to come back (`retry_after`). See `Retry`.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-
-class DualformError(Exception):
-    """Base of everything that a client raises.
-
-    Args:
-        message: What was given, what is allowed, how to get there.
-        reason: Stable UPPER_SNAKE_CASE word for programs; the code where none was sent.
-        field: The argument or request field at fault, such as "queries" or "where", if one is.
-        retry_after: Seconds after which the server says that asking again may help, if it does.
-    """
-
-    code: ClassVar[str] = "UNKNOWN"
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        reason: str | None = None,
-        field: str | None = None,
-        retry_after: float | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.reason = reason or self.code
-        self.field = field
-        self.retry_after = retry_after
-
-    def __str__(self) -> str:
-        # A KeyError among the bases would show the message in quotes.
-        return str(self.args[0]) if self.args else ""
+from dualform._errors import DualformError as DualformError
 
 
 class InvalidArgumentError(DualformError):
@@ -135,6 +106,25 @@ class InternalError(DualformError):
     code = "INTERNAL"
 
 
+_KINDS: dict[str, type[DualformError]] = {
+    kind.code: kind
+    for kind in (
+        InvalidArgumentError,
+        NotFoundError,
+        FailedPreconditionError,
+        UnauthenticatedError,
+        PermissionDeniedError,
+        ResourceExhaustedError,
+        DataLossError,
+        UnavailableError,
+        DeadlineExceededError,
+        CancelledError,
+        UnimplementedError,
+        InternalError,
+    )
+}
+
+
 def error_from_code(
     code: str,
     message: str,
@@ -144,7 +134,6 @@ def error_from_code(
     retry_after: float | None = None,
 ) -> DualformError:
     """The error of a canonical gRPC code, by its name such as "NOT_FOUND"."""
-    for kind in DualformError.__subclasses__():
-        if kind.code == code:
-            return kind(message, reason=reason, field=field, retry_after=retry_after)
+    if code in _KINDS:
+        return _KINDS[code](message, reason=reason, field=field, retry_after=retry_after)
     return InternalError(f"{code}: {message}", reason=reason, field=field)
