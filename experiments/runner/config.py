@@ -10,6 +10,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import yaml
 
 TASKS = ("mnist", "fashion")
+OPTIMIZERS = {"sgd": "SGD", "adamw": "AdamW"}
 
 
 class ConfigError(Exception):
@@ -37,13 +38,32 @@ class Variant:
         clip: Largest norm of the whole gradient.
         max_weight_error: Bound on |dual - (W_T - W_0)| / |W_T - W_0| per layer, Frobenius norm.
         max_output_error: Bound on the largest |dual - layer| / |layer| over the images asked.
+        momentum: SGD's.
+        optimizer: "sgd" or "adamw".
+        warm_up: Steps in which lr rises to its value, to fall to 0 along a cosine by the last step;
+            0 for an lr that stays.
     """
 
     lr: float
-    momentum: float
     clip: float
     max_weight_error: float
     max_output_error: float
+    momentum: float = 0.0
+    optimizer: str = "sgd"
+    weight_decay: float = 0.0
+    warm_up: int = 0
+
+    @property
+    def title(self) -> str:
+        """The optimizer and its settings, in words."""
+        words = [OPTIMIZERS[self.optimizer], f"lr {self.lr:g}"]
+        if self.optimizer == "sgd":
+            words.append(f"momentum {self.momentum:g}")
+        if self.weight_decay:
+            words.append(f"weight decay {self.weight_decay:g}")
+        if self.warm_up:
+            words.append(f"{self.warm_up} steps of warm-up, then a cosine to 0")
+        return ", ".join([*words, f"clip {self.clip:g}"])
 
 
 @dataclass(frozen=True)
@@ -242,12 +262,21 @@ def _check_training(study: Study, path: str) -> None:
     for key in ("phases", "seeds", "variants"):
         if not getattr(study, key):
             raise ConfigError(f"{path}: {key} is empty; name at least one")
-    for name in study.variants:
+    for name, variant in study.variants.items():
         if not name.isidentifier():
             raise ConfigError(f"{path}: variants.{name} names a folder: letters, digits and _ only")
+        _check_variant(variant, f"{path}: variants.{name}")
     for phase in study.phases:
         if not phase.tasks or any(task not in TASKS for task in phase.tasks):
             raise ConfigError(f"{path}: phases: tasks must hold some of {', '.join(TASKS)}")
+
+
+def _check_variant(variant: Variant, where: str) -> None:
+    if variant.optimizer not in OPTIMIZERS:
+        raise ConfigError(f"{where}: optimizer must be one of {', '.join(OPTIMIZERS)}")
+    if variant.optimizer != "sgd" and variant.momentum:
+        raise ConfigError(f"{where}: momentum is SGD's; leave it out")
+    _at_least(0, variant.warm_up, f"{where}: warm_up")
 
 
 def _check_masks(masks: Masks, study: Study, path: str) -> None:

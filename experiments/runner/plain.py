@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from runner import config, images
+from runner.descent import Descent
 
 
 def main(
@@ -38,16 +39,15 @@ def training(
     which goes on changing."""
     torch.manual_seed(seed)
     model = images.network(study.hidden)
-    optimizer = torch.optim.SGD(model.parameters(), lr=variant.lr, momentum=variant.momentum)
+    descent = Descent(variant, model, study.steps)
     done = 0
     yield done, model
     for seen, plan in images.phases(study, sets, seed):
         for batch in plan:
             loss = nn.functional.cross_entropy(model(seen.inputs[batch]), seen.labels[batch])
-            optimizer.zero_grad()
+            descent.optimizer.zero_grad()
             loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), variant.clip)
-            optimizer.step()
+            descent.step()
             done += 1
             yield done, model
 

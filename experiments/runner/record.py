@@ -16,6 +16,7 @@ from torch import nn
 
 from dualform.record import Recorder
 from runner import config, images
+from runner.descent import Descent
 
 
 def main(
@@ -27,9 +28,9 @@ def main(
     sets = {task: images.load(Path(data), Path(scratch), task) for task in study.tasks}
     torch.manual_seed(int(seed))
     model = images.network(study.hidden)
-    optimizer = torch.optim.SGD(model.parameters(), lr=variant.lr, momentum=variant.momentum)
+    descent = Descent(variant, model, study.steps)
 
-    recorder = Recorder(model, optimizer, str(Path(folder) / "recording"))
+    recorder = Recorder(model, descent.optimizer, str(Path(folder) / "recording"))
     for training, _ in sets.values():
         recorder.add_examples(training.ids.numpy(), [images.png(each) for each in training.pixels])
     accuracy: list[dict[str, float]] = []  # after each phase, by task
@@ -42,10 +43,9 @@ def main(
                 label=seen.labels[batch], example=seen.ids[batch], task=seen.tasks[batch]
             )
             loss = nn.functional.cross_entropy(model(seen.inputs[batch]), seen.labels[batch])
-            optimizer.zero_grad()
+            descent.optimizer.zero_grad()
             loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), variant.clip)
-            optimizer.step()
+            descent.step()
         loop_seconds += time.perf_counter() - start
         accuracy.append({task: images.accuracy(model, test) for task, (_, test) in sets.items()})
     trained = time.perf_counter()

@@ -121,8 +121,7 @@ def write(study: Study, runs: list[Run], command: str, out: Path) -> None:
         variant = study.variants[name]
         lines += [
             "",
-            f"## {name}: SGD, lr {variant.lr:g}, momentum {variant.momentum:g}, "
-            f"clip {variant.clip:g}",
+            f"## {name}: {variant.title}",
         ]
         if study.votes is not None:
             lines += ["", *table1.write(of_variant, out, "" if name == "code" else f"_{name}")]
@@ -259,6 +258,8 @@ def _masked(study: Study, run: Run) -> list[str]:
 
 
 def _weight_error(run: Run, layer: str) -> str:
+    if not run.verify:
+        return "not asked"
     for checked in run.verify.get("layers", ()):
         if checked["layer"] == layer and checked["weight_error"] is not None:
             return f"{checked['weight_error']:.1e}"
