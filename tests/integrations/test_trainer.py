@@ -1,4 +1,5 @@
-"""A tiny Llama trained by transformers' Trainer with AdamW, in float32 and under bf16 autocast."""
+"""A tiny Llama and a tiny GPT-2 trained by transformers' Trainer with AdamW, in float32 and under
+bf16 autocast."""
 
 from __future__ import annotations
 
@@ -36,6 +37,21 @@ def llama() -> Any:
     return transformers.LlamaForCausalLM(config)
 
 
+def gpt2() -> Any:
+    """Its layers are `Conv1D`s, and its head is tied to the embedding."""
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=32
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+MODELS = {
+    "llama": (llama, {"lm_head", "model.layers.0.mlp.gate_proj"}, 15),
+    "gpt2": (gpt2, {"transformer.h.0.attn.c_attn", "transformer.h.1.mlp.c_proj"}, 8),
+}
+
+
 @pytest.fixture(autouse=True)
 def accelerate_forgets() -> Iterator[None]:
     """Trainer's settings of devices and precision are accelerate's for the whole process."""
@@ -62,8 +78,10 @@ class Sequences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
-def test_adamw_through_trainer(tmp_path: Path, bf16: bool) -> None:
-    model = llama()
+@pytest.mark.parametrize("kind", MODELS)
+def test_adamw_through_trainer(tmp_path: Path, kind: str, bf16: bool) -> None:
+    make, layers, number = MODELS[kind]
+    model = make()
     arguments = transformers.TrainingArguments(
         output_dir=str(tmp_path / "trainer"),
         max_steps=STEPS,
@@ -91,8 +109,8 @@ def test_adamw_through_trainer(tmp_path: Path, bf16: bool) -> None:
     queries = capture_queries(model, tokens)
     modules = dict(model.named_modules())
     with Index.open(tmp_path / "index", device="cpu") as index:
-        assert {"lm_head", "model.layers.0.mlp.gate_proj"} <= set(index.layers)
-        assert len(index.layers) == 15
+        assert layers <= set(index.layers)
+        assert len(index.layers) == number
         for name, layer in index.layers.items():
             own = queries[name][:20]
             with torch.no_grad():
@@ -106,6 +124,7 @@ def test_adamw_through_trainer(tmp_path: Path, bf16: bool) -> None:
             if bf16:
                 assert layer.inexact
                 assert "autocast" in layer.inexact[0][1]
+                assert layer.manifest.encodings == ("bfloat16", "bfloat16")
                 assert share <= 1e-2, (name, share)
             else:
                 assert layer.inexact == []

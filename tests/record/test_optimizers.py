@@ -76,12 +76,14 @@ def train(
     before_step: Callable[[int, nn.Sequential], None] = lambda step, model: None,
     after_step: Callable[[int, nn.Sequential], None] = lambda step, model: None,
     scaler: torch.amp.GradScaler | None = None,
+    product: torch.dtype | None = None,
 ) -> Trained:
     """Train a network and index its recording.
 
     Args:
         running: What is called in the model's place, made before the recorder.
         forward: A context for the forward pass.
+        product: What autocast rounds the inputs of products to, which are the keys.
     """
     model = network() if model is None else model
     optimizer = optimizer_of(model)
@@ -91,7 +93,7 @@ def train(
     with Recorder(model, optimizer, path / "recording") as recorder:
         for step in range(STEPS):
             x, y = torch.randn(BATCH, D_IN, dtype=dtype), torch.randint(0, CLASSES, (BATCH,))
-            inputs.append(x.float().numpy())
+            inputs.append(x.to(product or dtype).float().numpy())
             labels.append(y.numpy())
             recorder.annotate(label=y)
             optimizer.zero_grad()
@@ -314,7 +316,8 @@ def test_optimizers_of_no_known_family(tmp_path: Path, name: str, optimizer_of: 
 
 
 def test_bf16_autocast(tmp_path: Path) -> None:
-    trained = train(tmp_path, sgd(), forward=lambda: torch.autocast("cpu", torch.bfloat16))
+    half = torch.bfloat16
+    trained = train(tmp_path, sgd(), forward=lambda: torch.autocast("cpu", half), product=half)
     assert_marked(trained, {"0": 0, "2": 0}, r"reduced precision \(autocast\)")
 
 

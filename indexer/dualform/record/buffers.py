@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import mmap
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
+from dualform.store.encoding import FLOAT32, encoding
 from dualform.store.files import digest
 
 _PAGE = 4096
@@ -23,6 +25,9 @@ _PARALLEL_BYTES = 4 << 20
 
 _STRETCH = 32_768
 """As many products at most are summed in float32: rounding in a million would look like a fault."""
+
+_NARROW = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_SIGN = np.uint16(0x8000)
 
 _SHORT = 10_000
 """Shorter vectors NumPy's BLAS multiplies in the calling thread."""
@@ -39,21 +44,22 @@ class Pool:
         self._keep_bytes = keep_bytes
         self._free_bytes = 0  # or more: what was taken again is noticed at the limit
         self._arena = _Arena()
-        self._free: dict[tuple[int, int], list[_Block]] = {}
+        self._free: dict[_Shape, list[_Block]] = {}
         # Reentrant: the garbage collector may release a buffer in the thread that holds the lock.
         self._lock = threading.RLock()
 
-    def take(self, rows: int, width: int) -> Buffer:
-        """A buffer for float32 [rows, width]; its content is arbitrary."""
+    def take(self, rows: int, width: int, dtype: torch.dtype = torch.float32) -> Buffer:
+        """A buffer for [rows, width] of a dtype that is recorded; its content is arbitrary."""
+        shape = rows, width, dtype
         try:
-            return Buffer(self, self._free[rows, width].pop())  # atomic, so without the lock
+            return Buffer(self, self._free[shape].pop())  # atomic, so without the lock
         except (KeyError, IndexError):
             with self._lock:
-                return Buffer(self, _Block(self._arena, rows, width))
+                return Buffer(self, _Block(self._arena, shape))
 
     def _give_back(self, block: _Block) -> None:
         with self._lock:
-            self._free.setdefault(block.array.shape, []).append(block)
+            self._free.setdefault(block.shape, []).append(block)
             self._free_bytes += len(block.memory)
             if self._free_bytes > self._keep_bytes:
                 shapes = list(self._free.values())  # meanwhile a new one may be released
@@ -68,51 +74,115 @@ class Buffer:
     """One array's worth of page-aligned memory.
 
     Attributes:
-        array: float32 [rows, width], contiguous. Not to be used after the buffer is gone.
+        dtype: torch's, of the numbers: float32, bfloat16 or float16.
+        encoding: How they are stored (`dualform.store.encoding`).
+        stored: [rows, width] as they are stored, contiguous. Not to be used after the buffer is
+            gone.
         memory: The same bytes, padded with zeros to whole pages.
         xxh3: Digest of the array, once `seal` took it.
     """
 
-    __slots__ = ("_block", "_pool", "array", "memory", "xxh3")
+    __slots__ = ("_block", "_pool", "dtype", "memory", "stored", "xxh3")
 
     def __init__(self, pool: Pool, block: _Block) -> None:
         self._pool = pool
         self._block = block
-        self.array = block.array
+        self.dtype = block.shape[2]
+        self.stored = block.stored
         self.memory = block.memory
         self.xxh3 = ""
 
     def __del__(self) -> None:
         self._pool._give_back(self._block)
 
+    @property
+    def encoding(self) -> str:
+        """Name of the encoding of its numbers."""
+        return encoding_of(self.dtype)
+
+    @property
+    def array(self) -> np.ndarray:
+        """float32 [rows, width]: the memory itself, or a copy where numbers have 16 bits."""
+        if self.dtype is torch.float32:
+            return self.stored
+        return encoding(self.encoding).widen(self.stored)
+
     def copy(self, source: torch.Tensor) -> None:
-        """Take over [..., width] from any device and dtype, rounded to float32."""
+        """Take over [..., width] from any device and dtype, rounded to the buffer's."""
         host = self._host(source)
         if host is not None:
-            self.array[...] = host
+            self._bits()[...] = host
         else:
-            torch.from_numpy(self.array).view(source.shape).copy_(_dense(source))
+            self._tensor(source).copy_(_dense(source))
 
     def copy_negated(self, source: torch.Tensor) -> None:
         """The same with the sign changed."""
         host = self._host(source)
-        if host is not None:
-            np.negative(host, self.array)
+        if host is None:
+            self._tensor(source).copy_(_dense(source)).neg_()
+        elif self.dtype is torch.float32:
+            np.negative(host, self.stored)
         else:
-            torch.from_numpy(self.array).view(source.shape).copy_(_dense(source)).neg_()
+            np.bitwise_xor(host, _SIGN, out=self._bits())
+
+    def fill(self, write: Callable[[np.ndarray], None]) -> None:
+        """Take over what a function writes into float32 [rows, width]: numbers of the dtype."""
+        if self.dtype is torch.float32:
+            write(self.stored)
+        else:
+            wide = np.empty(self.stored.shape, np.float32)
+            write(wide)
+            self.copy(torch.from_numpy(wide))
+
+    def add(self, other: Buffer) -> Buffer:
+        """What both hold together, float32: this buffer, or a wider one in its place."""
+        rows, width, dtype = self._block.shape
+        total = self
+        if dtype is not torch.float32:
+            total = self._pool.take(rows, width)
+            total.stored[...] = self.array
+        with np.errstate(all="ignore"):  # infinite values are recorded, not warned of
+            total.stored += other.array
+        return total
 
     def seal(self) -> None:
         """Take the digest: the array no longer changes."""
-        self.xxh3 = digest(self.array)
+        self.xxh3 = digest(self.stored)
+
+    def _bits(self) -> np.ndarray:
+        """The numbers as NumPy copies them: 16-bit ones as integers."""
+        return self.stored if self.dtype is torch.float32 else self.stored.view(np.uint16)
+
+    def _tensor(self, like: torch.Tensor) -> torch.Tensor:
+        """The numbers as torch sees them, in the shape of a source."""
+        if self.dtype is torch.float32:
+            return torch.from_numpy(self.stored).view(like.shape)
+        return torch.from_numpy(self._bits().view(np.int16)).view(self.dtype).view(like.shape)
 
     def _host(self, source: torch.Tensor) -> np.ndarray | None:
-        """The source as a small host array, if it is one."""
-        if self.array.nbytes >= _PARALLEL_BYTES or source.dtype is not torch.float32:
+        """The source's `_bits` as a small host array, if it is one of the buffer's dtype."""
+        if self.stored.nbytes >= _PARALLEL_BYTES or source.dtype is not self.dtype:
             return None
-        host = host_array(source)
+        if self.dtype is torch.float32:
+            host = host_array(source)
+        elif source.layout is torch.strided:
+            host = host_array(source.detach().view(torch.int16))
+            host = None if host is None else host.view(np.uint16)
+        else:
+            return None
         if host is None or host.ndim == 2:
             return host
-        return host.reshape(self.array.shape)
+        return host.reshape(self.stored.shape)
+
+
+def encoding_of(dtype: torch.dtype) -> str:
+    """Name of the encoding that keeps a dtype as it is: float32 for all that have more bits."""
+    return _NARROW.get(dtype, FLOAT32.name)
+
+
+def kept_as(dtype: torch.dtype) -> torch.dtype:
+    """What numbers of a dtype are kept as: 16-bit ones as they are, all others as float32."""
+    return dtype if dtype in _NARROW else torch.float32
 
 
 def host_array(tensor: torch.Tensor) -> np.ndarray | None:
@@ -190,11 +260,17 @@ class _Arena:
         return memory
 
 
-class _Block:
-    __slots__ = ("array", "memory")
+_Shape = tuple[int, int, torch.dtype]
+"""Rows, width, and the dtype of the numbers."""
 
-    def __init__(self, arena: _Arena, rows: int, width: int) -> None:
-        nbytes = 4 * rows * width
+
+class _Block:
+    __slots__ = ("memory", "shape", "stored")
+
+    def __init__(self, arena: _Arena, shape: _Shape) -> None:
+        rows, width, dtype = self.shape = shape
+        numbers = encoding(encoding_of(dtype)).stored
+        nbytes = numbers.itemsize * rows * width
         # Anonymous memory starts as zeros, and nothing ever writes the padding.
         self.memory = arena.take(-(-nbytes // _PAGE) * _PAGE)
-        self.array = np.frombuffer(self.memory, np.float32, rows * width).reshape(rows, width)
+        self.stored = np.frombuffer(self.memory, numbers, rows * width).reshape(rows, width)

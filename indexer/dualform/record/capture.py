@@ -21,7 +21,7 @@ from torch.autograd import Variable
 
 from dualform.layers import ProductKind
 from dualform.record.annotations import Annotations, Column
-from dualform.record.buffers import Buffer, Pool
+from dualform.record.buffers import Buffer, Pool, kept_as
 from dualform.record.compiled import outside_graphs
 from dualform.record.errors import CaptureError
 from dualform.record.place import LayerPlace
@@ -39,8 +39,8 @@ class Pass:
         annotation: What was annotated when it ran.
         leading: Shape of the keys without their last axis.
         rows: How many rows.
-        key: float32 [rows, d_in]; None once the step has taken it.
-        value: float32 [rows, d_out], raw (-dL/dy); None until it is committed.
+        key: [rows, d_in], as the product had them; None once the step has taken it.
+        value: [rows, d_out], raw (-dL/dy), likewise; None until it is committed.
     """
 
     __slots__ = ("__weakref__", "annotation", "key", "leading", "number", "rows", "value")
@@ -55,7 +55,7 @@ class Pass:
         self.number = number
         self.annotation = annotation
         self.leading = leading
-        self.rows = len(key.array)
+        self.rows = len(key.stored)
         self.key: Buffer | None = key
         self.value: Buffer | None = None
 
@@ -242,7 +242,7 @@ class LayerCapture:
         if output.dtype is not weight.dtype:
             self.autocast = True
         tape = self._tape
-        key = tape.pool.take(rows, self.spec.d_in)
+        key = tape.pool.take(rows, self.spec.d_in, _key_dtype(given, output, node))
         key.copy(given)
         leading = tuple(given.shape)[:-1]
         item = Pass(next(tape.numbers), tape.annotations.current, leading, key)
@@ -301,7 +301,7 @@ class LayerCapture:
             self._attach_to(False)  # it may have been frozen since the forward
         with self._lock:
             self._look_at_gradient(frozen)
-        value = self._tape.pool.take(item.rows, self.spec.d_out)
+        value = self._tape.pool.take(item.rows, self.spec.d_out, kept_as(gradient.dtype))
         value.copy_negated(self._kind.values(self.module, gradient))
         self._tape.defer(self, (item, value))
 
@@ -324,11 +324,7 @@ class LayerCapture:
         with self._lock:
             for item, value in self._tape.accumulated(self):
                 self.alone = self.alone or alone
-                if item.value is None:
-                    item.value = value
-                else:
-                    with np.errstate(all="ignore"):  # infinite values are recorded, not warned of
-                        item.value.array += value.array
+                item.value = value if item.value is None else item.value.add(value)
                 self._passes[item.number] = item
                 self.ever = True
 
@@ -386,6 +382,16 @@ class _ForwardHook:
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, str]]:
         return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+def _key_dtype(given: torch.Tensor, output: torch.Tensor, node: Any) -> torch.dtype:
+    """What the keys are that a layer's weight multiplied: autocast rounds them to the type of the
+    product, which its node knows. Where none is seen, they are kept as the layer was given them.
+    """
+    if output.dtype is torch.float32 or node is None:
+        return kept_as(given.dtype)
+    made = kept_as(node._input_metadata[0].dtype)
+    return kept_as(given.dtype) if made is torch.float32 else made
 
 
 def _is_functional(tensor: torch.Tensor) -> bool:

@@ -90,15 +90,15 @@ class Sides:
         for item in passes:
             assert item.key is not None
             assert item.value is not None
-            value = item.value.array
+            key, value = item.key.array, item.value.array
             sums = np.empty((4, len(value)))
-            row_dots(item.key.array, v, sums[0])
+            row_dots(key, v, sums[0])
             row_dots(value, u, sums[1])
             row_dots(value[:, part], u[part], sums[2])
             sums[3] = 1.0
             (xx, xe, xp, _), (_, ee, _, e), (_, _, pp, _), (_, _, _, ones) = gram(sums)
             if len(value) < _FEW:
-                xx = max(xx, _square(item.key.array))
+                xx = max(xx, _square(key))
                 ee = max(ee, _square(value))
             self.weight -= xe
             self.of_part -= xp

@@ -302,4 +302,4 @@ def _step_pass(item: CapturedPass) -> StepPass:
 
 
 def _record(buffer: Buffer) -> Record:
-    return Record(buffer.memory, buffer.array.nbytes, buffer.xxh3)
+    return Record(buffer.memory, buffer.stored.nbytes, buffer.xxh3, buffer.encoding)

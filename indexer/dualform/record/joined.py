@@ -163,9 +163,13 @@ class JoinedLayer:
                 "or zero all or none; or leave it out with Recorder(..., layers=[...])"
             )
         whole = []
+        dtypes = {
+            item.key.dtype for part in self._parts for item in part.kept if item.key is not None
+        }
+        dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
         for call, fill in calls:
-            key = self._tape.pool.take(call.rows, self.spec.d_in)
-            fill(key.array)
+            key = self._tape.pool.take(call.rows, self.spec.d_in, dtype)
+            key.fill(fill)
             joined = Pass(call.number, call.annotation, call.leading, key)
             joined.value = call.value
             whole.append(joined)

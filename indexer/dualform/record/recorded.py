@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from dualform.layers import ProductKind
+from dualform.record.buffers import kept_as
 from dualform.record.capture import LayerCapture, Pass, Tape
 from dualform.record.check import GradientCheck, Sides, Verdict
 from dualform.record.elements import ElementProbe, SampledElements
@@ -82,7 +83,8 @@ class RecordedLayer:
         self._kept_as = {name: (p.shape, p.dtype) for name, p in self.parameters.items()}
         self._probes = {name: WeightProbe() for name in self.parameters}
         self._elements: dict[str, ElementProbe] = {}
-        if optimizer.family.elementwise and not optimizer.family.scalar:
+        family = optimizer.family
+        if family.elementwise and family.continuous and not family.scalar:
             self._elements = {name: sampled.probe(p) for name, p in self.parameters.items()}
         self._gradients: dict[str, np.ndarray | torch.Tensor] = {}
         self._kernel = 1.0
@@ -310,9 +312,11 @@ class RecordedLayer:
 
     def _first_mark(self) -> InexactMark | None:
         if not self._single:
-            return InexactMark(
-                0, f"rounded: {self.spec.dtype} weights, but keys and values are kept as float32"
-            )
+            dtype = self.spec.dtype
+            why = f"{dtype} weights, but keys and values are kept as float32"
+            if kept_as(self.capture.weight.dtype) is not torch.float32:
+                why = f"{dtype} weights, which every step rounds; keys and values are as they were"
+            return InexactMark(0, f"rounded: {why}")
         if not self._optimizer.exact:
             why = self._optimizer.why_not or "its outputs are not answered yet"
             return InexactMark(0, f"optimizer {self._optimizer.name}: {why}; weights stay exact")

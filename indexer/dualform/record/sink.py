@@ -23,8 +23,8 @@ class CapturedPass(NamedTuple):
         layer: Its name.
         rows: How many.
         block: Position of the rows' metadata in `StepBatch.blocks`.
-        keys: float32 [rows, d_in].
-        values: float32 [rows, d_out], raw (-dL/dy); None where keys alone are recorded.
+        keys: [rows, d_in], float32 or of 16 bits.
+        values: [rows, d_out] likewise, raw (-dL/dy); None where keys alone are recorded.
     """
 
     layer: str

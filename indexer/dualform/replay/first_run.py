@@ -207,7 +207,7 @@ def step_digests(batch: StepBatch, manifest: RecordingManifest) -> dict[str, byt
 
 
 def _digest(buffer: Buffer) -> str:
-    return buffer.xxh3 or digest(buffer.array)
+    return buffer.xxh3 or digest(buffer.stored)
 
 
 def _joined(digests: list[str]) -> bytes:

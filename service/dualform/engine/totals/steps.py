@@ -65,7 +65,10 @@ def steps_in_order(
             check_stop(stop)
             which = torch.from_numpy(places)
             found = StepRows(
-                int(steps[places[0]]), places + shard.start, keys[which], values[which, units]
+                int(steps[places[0]]),
+                places + shard.start,
+                keys[which].float(),  # stored numbers of 16 bits are products' float32 ones
+                values[which, units].float(),
             )
             if waiting and waiting[0].step != found.step:
                 yield _joined(waiting)
