@@ -6,7 +6,9 @@ from dualform.optimizers.adagrad import Adagrad, AdagradSettings
 from dualform.optimizers.adam import Adam, AdamSettings
 from dualform.optimizers.adamax import Adamax, AdamaxSettings
 from dualform.optimizers.family import STILL, Factor, Family, Transition, moved
+from dualform.optimizers.lamb import Lamb, LambSettings
 from dualform.optimizers.layer_run import Affine, LayerRun, ParameterRun, layer_state, products
+from dualform.optimizers.lion import Lion, LionSettings
 from dualform.optimizers.nadam import NAdam, NAdamSettings
 from dualform.optimizers.radam import RAdam, RAdamSettings
 from dualform.optimizers.registry import FAMILIES, Found, family_of
@@ -34,7 +36,11 @@ __all__ = [
     "Factor",
     "Family",
     "Found",
+    "Lamb",
+    "LambSettings",
     "LayerRun",
+    "Lion",
+    "LionSettings",
     "NAdam",
     "NAdamSettings",
     "ParameterRun",

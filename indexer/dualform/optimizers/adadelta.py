@@ -25,11 +25,10 @@ class Adadelta(Family):
     """Adadelta (Zeiler, 2012)."""
 
     name = "adadelta"
+    classes = ("torch.optim.adadelta.Adadelta",)
     settings_type = AdadeltaSettings
     buffers = same_names("square_avg", "acc_delta")
-
-    def owns(self, kind: type[torch.optim.Optimizer]) -> bool:
-        return issubclass(kind, torch.optim.Adadelta)
+    needs = ("square_avg", "acc_delta")
 
     def read(
         self, group: Mapping[str, Any], nth: int, dtype: torch.dtype, state: Mapping[str, Any]

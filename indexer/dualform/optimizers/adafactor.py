@@ -31,12 +31,10 @@ class Adafactor(Family):
     """Adafactor (Shazeer and Stern, 2018), as torch has it: no first moment, decoupled decay."""
 
     name = "adafactor"
+    classes = ("torch.optim.Adafactor", "torch.optim._adafactor.Adafactor")
     settings_type = AdafactorSettings
     buffers = same_names("row_var", "col_var", "variance")
     elementwise = False
-
-    def owns(self, kind: type[torch.optim.Optimizer]) -> bool:
-        return issubclass(kind, torch.optim.Adafactor)
 
     def read(
         self, group: Mapping[str, Any], nth: int, dtype: torch.dtype, state: Mapping[str, Any]

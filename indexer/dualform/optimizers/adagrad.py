@@ -26,11 +26,10 @@ class Adagrad(Family):
     """Adagrad (Duchi et al., 2011), of dense gradients."""
 
     name = "adagrad"
+    classes = ("torch.optim.adagrad.Adagrad",)
     settings_type = AdagradSettings
     buffers = same_names("sum")
-
-    def owns(self, kind: type[torch.optim.Optimizer]) -> bool:
-        return issubclass(kind, torch.optim.Adagrad)
+    needs = ("sum",)
 
     def read(
         self, group: Mapping[str, Any], nth: int, dtype: torch.dtype, state: Mapping[str, Any]

@@ -28,12 +28,11 @@ class Adam(Family):
     """Adam (Kingma and Ba, 2015), AMSGrad, and AdamW (Loshchilov and Hutter, 2019)."""
 
     name = "adam"
+    classes = ("torch.optim.adam.Adam", "torch.optim.adamw.AdamW")
     settings_type = AdamSettings
     buffers = same_names("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+    needs = ("exp_avg", "exp_avg_sq")
     momentum = "exp_avg"
-
-    def owns(self, kind: type[torch.optim.Optimizer]) -> bool:
-        return issubclass(kind, (torch.optim.Adam, torch.optim.AdamW))
 
     def read(
         self, group: Mapping[str, Any], nth: int, dtype: torch.dtype, state: Mapping[str, Any]

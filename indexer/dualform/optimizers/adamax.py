@@ -26,12 +26,11 @@ class Adamax(Family):
     """Adamax (Kingma and Ba, 2015, section 7.1)."""
 
     name = "adamax"
+    classes = ("torch.optim.adamax.Adamax",)
     settings_type = AdamaxSettings
     buffers = same_names("exp_avg", "exp_inf")
+    needs = ("exp_avg", "exp_inf")
     momentum = "exp_avg"
-
-    def owns(self, kind: type[torch.optim.Optimizer]) -> bool:
-        return issubclass(kind, torch.optim.Adamax)
 
     def read(
         self, group: Mapping[str, Any], nth: int, dtype: torch.dtype, state: Mapping[str, Any]

@@ -58,32 +58,46 @@ class Family(ABC):
 
     Attributes:
         name: As in the manifest.
+        classes: Those whose `step` is this family's, by module and name: none has to be imported.
         settings_type: NamedTuple of what the ledger keeps of a step.
         buffers: The tensors that a parameter's state holds, our names to torch's keys.
+        needs: Of torch's keys those that a state has in any case, once a step was taken, beside its
+            count of steps.
         momentum: Which of the buffers is linear in the gradients, or None.
         scalar: Every factor of a transition is a number: rows have one coefficient for a step.
         elementwise: An element's transition depends on that element alone, so a weight may be
-            followed in blocks, and the recorder may check a sample of its elements.
+            followed in blocks.
+        continuous: Rounding a gradient moves a weight by no more than that, so a sample of elements
+            can be held to its prediction; not where a sign decides.
         single: Following in float32 is as good as training's own float32; not where a
             preconditioner is a difference that cancels.
         scalars: Numbers of a parameter's state that `read` looks at, by torch's keys.
     """
 
     name: ClassVar[str]
+    classes: ClassVar[tuple[str, ...]] = ()
     settings_type: ClassVar[type[Any]]
     buffers: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    needs: ClassVar[tuple[str, ...]] = ()
     momentum: ClassVar[str | None] = None
     scalar: ClassVar[bool] = False
     elementwise: ClassVar[bool] = True
+    continuous: ClassVar[bool] = True
     single: ClassVar[bool] = True
     scalars: ClassVar[tuple[str, ...]] = ()
 
-    @abstractmethod
-    def owns(self, kind: type[torch.optim.Optimizer]) -> bool:
-        """Whether the class's `step` is this family's."""
-
     def why_not(self, optimizer: torch.optim.Optimizer) -> str | None:
         """Why an optimizer whose `step` is the family's can't be read all the same, or None."""
+        counted = "nth" in self.settings_type._fields
+        needs = (*self.needs, "step") if counted else self.needs
+        for state in optimizer.state.values():
+            missing = [key for key in needs if state and key not in state]
+            if missing:
+                return (
+                    f"the state that it was given has no {' and no '.join(missing)} of a "
+                    f"parameter (it has {', '.join(map(str, state))}), so where it goes on from is "
+                    "not known; load a state that such an optimizer saved"
+                )
         return None
 
     @abstractmethod

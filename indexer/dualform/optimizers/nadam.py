@@ -30,13 +30,12 @@ class NAdam(Family):
     """NAdam (Dozat, 2016), with coupled or decoupled weight decay."""
 
     name = "nadam"
+    classes = ("torch.optim.nadam.NAdam",)
     settings_type = NAdamSettings
     buffers = same_names("exp_avg", "exp_avg_sq")
+    needs = ("exp_avg", "exp_avg_sq")
     momentum = "exp_avg"
     scalars = ("mu_product",)
-
-    def owns(self, kind: type[torch.optim.Optimizer]) -> bool:
-        return issubclass(kind, torch.optim.NAdam)
 
     def read(
         self, group: Mapping[str, Any], nth: int, dtype: torch.dtype, state: Mapping[str, Any]

@@ -27,12 +27,11 @@ class RAdam(Family):
     """RAdam (Liu et al., 2020), with coupled or decoupled weight decay."""
 
     name = "radam"
+    classes = ("torch.optim.radam.RAdam",)
     settings_type = RAdamSettings
     buffers = same_names("exp_avg", "exp_avg_sq")
+    needs = ("exp_avg", "exp_avg_sq")
     momentum = "exp_avg"
-
-    def owns(self, kind: type[torch.optim.Optimizer]) -> bool:
-        return issubclass(kind, torch.optim.RAdam)
 
     def read(
         self, group: Mapping[str, Any], nth: int, dtype: torch.dtype, state: Mapping[str, Any]

@@ -13,6 +13,8 @@ from dualform.optimizers.adagrad import Adagrad
 from dualform.optimizers.adam import Adam
 from dualform.optimizers.adamax import Adamax
 from dualform.optimizers.family import Family
+from dualform.optimizers.lamb import Lamb
+from dualform.optimizers.lion import Lion
 from dualform.optimizers.nadam import NAdam
 from dualform.optimizers.radam import RAdam
 from dualform.optimizers.rmsprop import RMSprop
@@ -31,10 +33,14 @@ _ALL = (
     Adadelta(),
     Adafactor(),
     Rprop(),
+    Lion(),
+    Lamb(),
     Unknown(),
 )
 FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
 """Every family by name, as the manifest names it. A new one is a file and a line here."""
+
+_OF_CLASS = {name: family for family in _ALL for name in family.classes}
 
 _NEVER: dict[type[torch.optim.Optimizer], str] = {
     torch.optim.LBFGS: "its steps are not linear in the gradients, so no part of them is a row's",
@@ -55,16 +61,17 @@ def family_of(optimizer: torch.optim.Optimizer) -> Found:
     """The family whose steps an optimizer takes.
 
     A subclass that changes neither the step nor what it reads from its groups counts as the class
-    that it derives from, and goes by its name.
+    that it derives from, and goes by its name. Classes are told by where they are defined and what
+    they are called: those of other packages than torch are never imported.
     """
     kind = type(optimizer)
     unknown = FAMILIES[Unknown.name]
-    for family in FAMILIES.values():
-        if not family.owns(kind):
+    for base in kind.__mro__:
+        family = _OF_CLASS.get(f"{base.__module__}.{base.__qualname__}")
+        if family is None:
             continue
-        base = next(c for c in kind.__mro__ if c.__module__.partition(".")[0] == "torch")
         if not _steps_as(kind, base):
-            why = f"{kind.__name__} overrides the step of torch.optim.{base.__name__}"
+            why = f"{kind.__name__} overrides the step of {_title(base)}"
             return Found(unknown, kind.__name__, f"{why}, so what it does is not known")
         reason = family.why_not(optimizer)
         return Found(family if reason is None else unknown, base.__name__, reason)
@@ -75,7 +82,13 @@ def family_of(optimizer: torch.optim.Optimizer) -> Found:
     return Found(unknown, kind.__name__, f"it is of no family that is known ({known})")
 
 
-def _steps_as(kind: type[torch.optim.Optimizer], base: type[torch.optim.Optimizer]) -> bool:
+def _title(kind: type) -> str:
+    """What users call an optimizer's class: "torch.optim.AdamW"."""
+    package, _, rest = kind.__module__.partition(".optim")
+    return f"{package}.optim.{kind.__name__}" if rest else f"{kind.__module__}.{kind.__name__}"
+
+
+def _steps_as(kind: type, base: type) -> bool:
     """Whether a class steps by its base's code; torch wraps `step` once an instance exists."""
     return all(
         inspect.unwrap(getattr(kind, name)) is inspect.unwrap(getattr(base, name))

@@ -27,13 +27,12 @@ class RMSprop(Family):
     """RMSprop (Hinton, 2012); centered as in Graves (2013)."""
 
     name = "rmsprop"
+    classes = ("torch.optim.rmsprop.RMSprop",)
     single = False  # centered: the mean square less the square of the mean
     settings_type = RMSpropSettings
     buffers = same_names("square_avg", "grad_avg", "momentum_buffer")
+    needs = ("square_avg",)
     momentum = "momentum_buffer"
-
-    def owns(self, kind: type[torch.optim.Optimizer]) -> bool:
-        return issubclass(kind, torch.optim.RMSprop)
 
     def read(
         self, group: Mapping[str, Any], nth: int, dtype: torch.dtype, state: Mapping[str, Any]

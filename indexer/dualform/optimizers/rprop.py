@@ -32,11 +32,10 @@ class Rprop(Family):
     """Rprop (Riedmiller and Braun, 1993), as torch has it: no step where the sign changed."""
 
     name = "rprop"
+    classes = ("torch.optim.rprop.Rprop",)
     settings_type = RpropSettings
     buffers = same_names("prev", "step_size")
-
-    def owns(self, kind: type[torch.optim.Optimizer]) -> bool:
-        return issubclass(kind, torch.optim.Rprop)
+    needs = ("prev", "step_size")
 
     def read(
         self, group: Mapping[str, Any], nth: int, dtype: torch.dtype, state: Mapping[str, Any]

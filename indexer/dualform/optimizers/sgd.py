@@ -37,13 +37,11 @@ class SGD(Family):
     """The SGD family."""
 
     name = "sgd"
+    classes = ("torch.optim.sgd.SGD",)
     settings_type = SGDSettings
     buffers = MappingProxyType({"momentum": "momentum_buffer"})
     momentum = "momentum"
     scalar = True
-
-    def owns(self, kind: type[torch.optim.Optimizer]) -> bool:
-        return issubclass(kind, torch.optim.SGD)
 
     def read(
         self, group: Mapping[str, Any], nth: int, dtype: torch.dtype, state: Mapping[str, Any]

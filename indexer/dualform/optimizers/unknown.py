@@ -23,9 +23,6 @@ class Unknown(Family):
     settings_type = UnknownSettings
     elementwise = False
 
-    def owns(self, kind: type[torch.optim.Optimizer]) -> bool:
-        return False
-
     def read(
         self, group: Mapping[str, Any], nth: int, dtype: torch.dtype, state: Mapping[str, Any]
     ) -> UnknownSettings:
