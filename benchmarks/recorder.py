@@ -1,9 +1,9 @@
 """What the recorder adds to a training loop: the same training with and without it, alternated.
 
     python -m benchmarks recorder [--data MNIST_DIR] [--blocks 10] [--steps 100]
-        [--momentum 0.9 --clip 1] [--json OUT]
+        [--momentum 0.9 --clip 1] [--optimizer adamw] [--json OUT]
 
-One process trains two identical copies of the paper's network (784-800-800-10, batch 128, SGD) in
+One process trains two identical copies of the paper's network (784-800-800-10, batch 128) in
 alternating blocks, the order of the two changing from block to block; only one of them is recorded.
 With momentum 0.9 and clipping at 1 the loop is that of experiments/mnist_single.yaml. CPU time is
 the whole process's, the writing thread included. The final flush is timed apart. Machines are
@@ -53,11 +53,21 @@ class Run:
     """One copy of the network and its training loop."""
 
     def __init__(
-        self, images: torch.Tensor, labels: torch.Tensor, momentum: float, clip: float
+        self,
+        images: torch.Tensor,
+        labels: torch.Tensor,
+        optimizer: str,
+        momentum: float,
+        clip: float,
     ) -> None:
         self.clip = clip
         self.model = network()
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=momentum)
+        parameters = self.model.parameters()
+        self.optimizer: torch.optim.Optimizer
+        if optimizer == "adamw":
+            self.optimizer = torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.1)
+        else:
+            self.optimizer = torch.optim.SGD(parameters, lr=0.05, momentum=momentum)
         self.images, self.labels = images, labels
         self.order = np.random.default_rng(0)
         self.recorder: Recorder | None = None
@@ -123,7 +133,8 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="folder with MNIST's .gz files")
     parser.add_argument("--blocks", type=int, default=10)
     parser.add_argument("--steps", type=int, default=100, help="steps in a block")
-    parser.add_argument("--momentum", type=float, default=0.0)
+    parser.add_argument("--optimizer", choices=("sgd", "adamw"), default="sgd")
+    parser.add_argument("--momentum", type=float, default=0.0, help="SGD's")
     parser.add_argument("--clip", type=float, default=0.0, help="largest norm of the gradient")
     parser.add_argument("--threads", type=int, help="torch threads (default: torch's own choice)")
     parser.add_argument("--out", type=Path, help="where to record (default: a temporary folder)")
@@ -135,7 +146,8 @@ def main() -> None:
     try:
         inputs, labels = _inputs(arguments.data)
         plain, recorded = (
-            Run(inputs, labels, arguments.momentum, arguments.clip) for _ in range(2)
+            Run(inputs, labels, arguments.optimizer, arguments.momentum, arguments.clip)
+            for _ in range(2)
         )
         result = measure(plain, recorded, folder / "run", arguments.blocks, arguments.steps)
     finally:

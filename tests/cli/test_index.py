@@ -53,10 +53,11 @@ def test_build_then_inspect(recording: Path, tmp_path: Path) -> None:
     assert (layer["name"], layer["rows"], layer["values"]) == ("fc", 70, True)
     assert (layer["d_in"], layer["d_out"]) == (D_IN, D_OUT)
     assert layer["distinct_keys"] is None
+    assert layer["encodings"] == {"keys": "float32", "values": "float32"}
     assert layer["columns"]["label"] == "int64"
     assert data["bytes"] == sum(f.stat().st_size for f in index.rglob("*") if f.is_file())
     table = dualform("index", "inspect", index)
-    assert re.search(r"\nfc +linear +12 +5 +false +true +70 +- +0 +exact\n", table.out)
+    assert re.search(r"\nfc +linear +12 +5 +false +true +float32 +70 +- +0 +exact\n", table.out)
     assert re.search(r"\nlabel +int64\n", table.out)
 
 
@@ -70,6 +71,17 @@ def test_build_without_values_and_over_something(recording: Path, tmp_path: Path
     missing = dualform("index", "build", tmp_path / "no", tmp_path / "out")
     assert (missing.status, missing.out) == (2, "")
     assert not (tmp_path / "out").exists()
+
+
+def test_build_with_rounded_keys(recording: Path, tmp_path: Path) -> None:
+    index = tmp_path / "index"
+    built = dualform("index", "build", recording, index, "--round-keys", "bfloat16")
+    assert built.status == 0, built.err
+    table = dualform("index", "inspect", index)
+    assert re.search(r"\nfc .* true +bfloat16, float32 +70 .*rounded: keys are kept as", table.out)
+    refused = dualform("index", "build", recording, tmp_path / "no", "--round-keys", "int8")
+    assert refused.status == 2
+    assert "bfloat16" in refused.err
 
 
 def test_build_with_parts(recording: Path, tmp_path: Path) -> None:

@@ -10,10 +10,8 @@ import pytest
 import torch
 from synthetic import make_recording, stored
 
-from dualform.store.encoding import ENCODINGS, encoding
+from dualform.store.encoding import ENCODINGS, HALVES, encoding
 from dualform.store.recording import Recording
-
-HALVES = {"float16": np.uint16, "bfloat16": np.uint16}
 
 
 @pytest.mark.parametrize("name", HALVES)
@@ -24,6 +22,19 @@ def test_every_number_is_widened_to_the_float32_that_equals_it(name: str) -> Non
     assert found.dtype == np.float32
     np.testing.assert_array_equal(found, expected)
     np.testing.assert_array_equal(np.signbit(found), np.signbit(expected))
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_numbers_are_narrowed_as_torch_does(name: str) -> None:
+    """Random bits: numbers of all sizes, infinite ones, NaN; and what lies between two others."""
+    bits = np.random.default_rng(0).integers(0, 2**32, 1 << 18, np.uint32)
+    between = np.arange(1 << 16, dtype=np.uint32) << np.uint32(16) | np.uint32(0x8000)
+    numbers = np.concatenate([bits, between, between - 1, between + 1]).view(np.float32)
+    expected = torch.from_numpy(numbers).to(getattr(torch, name)).float().numpy()
+    found = HALVES[name].widen(HALVES[name].narrow(numbers))
+    np.testing.assert_array_equal(found, expected)
+    sure = ~np.isnan(found)
+    np.testing.assert_array_equal(np.signbit(found[sure]), np.signbit(expected[sure]))
 
 
 def test_the_names_are_torch_dtypes_of_so_many_bytes() -> None:

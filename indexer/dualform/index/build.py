@@ -35,11 +35,12 @@ from dualform.index.sidecar import write_sidecar
 from dualform.index.sketch import MIN_D_IN, SAMPLE_ROWS, leading_directions
 from dualform.index.workspace import workspace
 from dualform.optimizers import Unknown
+from dualform.store.encoding import HALVES
 from dualform.store.errors import NoSpaceError
 from dualform.store.files import sync_directory, write_atomic
 from dualform.store.index import IndexManifest
 from dualform.store.index_parts import LEDGER, RowSpace, layer_directory, layer_file
-from dualform.store.ledger import to_parquet
+from dualform.store.ledger import InexactMark, to_parquet
 from dualform.store.recording import Recording
 
 SHARD_ROWS = 65_536
@@ -58,6 +59,7 @@ def build_index(
     values: bool = True,
     shard_rows: int = SHARD_ROWS,
     parts: Sequence[str] = (),
+    round_keys: str | None = None,
     announce: Callable[[str], None] | None = None,
     progress: Progress | None = None,
 ) -> None:
@@ -70,6 +72,9 @@ def build_index(
         shard_rows: Rows per shard at most.
         parts: Metadata columns: what the rows of each of their values became in the trained weights
             is kept, so that outputs by these groups are one small product.
+        round_keys: "bfloat16" or "float16": what keys are rounded to that were recorded as float32,
+            for half their bytes. Attention weights are then those of the rounded keys, the layer is
+            marked as rounded, and the remainder of its outputs has what that leaves.
         announce: Called, before anything is written, with a sentence on what the parts take.
         progress: Called with (bytes written, bytes to write).
 
@@ -77,12 +82,14 @@ def build_index(
         ExistsError: The target exists, or another build is writing it.
         NotFoundError, VersionError, DamagedError: The recording can't be read.
         NoSpaceError: The disk is full; nothing of the index is left on it.
-        BuildError: The recording holds no step, shard_rows < 1, or parts of a column can't be
-            kept: it is not there, has no value or more than `MOST_GROUPS`, or its parts take too
-            much memory.
+        BuildError: The recording holds no step, shard_rows < 1, keys can't be rounded so, or parts
+            of a column can't be kept: it is not there, has no value or more than `MOST_GROUPS`, or
+            its parts take too much memory.
     """
     if shard_rows < 1:
         raise BuildError(f"shard_rows is {shard_rows}; it must be at least 1")
+    if round_keys is not None and round_keys not in HALVES:
+        raise BuildError(f"round_keys is {round_keys!r}; it may be {' or '.join(HALVES)}")
     target = Path(index).absolute()
     source = Recording.open(Path(recording))
     if source.steps == 0:
@@ -93,7 +100,11 @@ def build_index(
     if parts and announce is not None:
         announce(plan.describe())
     with workspace(target) as directory, threadpool_limits(1, user_api="blas"):
-        build = _Build(source, directory, spaces, plan, values, shard_rows, progress)
+        layers = {
+            name: LayerSource(source, spec, values=values, round_keys=round_keys)
+            for name, spec in source.manifest.layers.items()
+        }
+        build = _Build(source, layers, directory, spaces, plan, values, shard_rows, progress)
         try:
             build.run()
         except OSError as error:
@@ -116,6 +127,7 @@ class _Build:
     def __init__(
         self,
         source: Recording,
+        layers: Mapping[str, LayerSource],
         directory: Path,
         spaces: list[Space],
         parts: PartsPlan,
@@ -131,10 +143,7 @@ class _Build:
         self._spaces = spaces
         self._parts = parts
         self._done = 0
-        self._layers = {
-            name: LayerSource(source, spec, values=values)
-            for name, spec in source.manifest.layers.items()
-        }
+        self._layers = layers
         self.nbytes = sum(
             space.rows * sum(self._layers[name].row_bytes)
             for space in spaces
@@ -237,6 +246,10 @@ class _Build:
             for name in space.layers
         }
 
+    def _marks(self, name: str) -> list[InexactMark]:
+        rounded = self._layers[name].mark()
+        return [*([] if rounded is None else [rounded]), *self._source.marks.get(name, ())]
+
     def _advance(self, size: int) -> None:
         self._done += size
         if self._progress is not None:
@@ -255,7 +268,7 @@ class _Build:
                 layer.add_state(step, state)
         layers = {
             name: writers[name].finish(
-                number, self._parts.spaces[number], source.marks.get(name, ()), initial, final
+                number, self._parts.spaces[number], self._marks(name), initial, final
             )
             for number, space in enumerate(self._spaces)
             for name in space.layers

@@ -18,6 +18,7 @@ from safetensors.numpy import save as save_safetensors
 
 from dualform.index.background import BackgroundWorker
 from dualform.index.equal_keys import EqualKeysWriter, digests
+from dualform.index.errors import BuildError
 from dualform.index.key_summary import KeySummary
 from dualform.index.parts import ColumnGroups, write_parts
 from dualform.index.row_spaces import Space
@@ -25,7 +26,7 @@ from dualform.index.row_sum import FollowedSum, RowSums
 from dualform.index.shards import ShardFile, ShardWriter
 from dualform.index.sidecar import Order
 from dualform.index.sketch import sketch
-from dualform.store.encoding import FLOAT32, Encoding, encoding
+from dualform.store.encoding import FLOAT32, Encoding, Half, encoding
 from dualform.store.files import FileEntry, write_atomic
 from dualform.store.index_parts import (
     IndexLayer,
@@ -45,15 +46,21 @@ class LayerSource:
         spec: The layer.
         passes: Its passes, in the order of its rows.
         encodings: Of keys and values: that of the passes, or float32 where they have several.
+        rounded: Keys that were float32 are rounded to 16 bits.
         row_bytes: Of a key, and of a value, 0 without values.
     """
 
-    def __init__(self, recording: Recording, spec: LayerSpec, *, values: bool) -> None:
+    def __init__(
+        self, recording: Recording, spec: LayerSpec, *, values: bool, round_keys: str | None = None
+    ) -> None:
         self._recording = recording
         self.spec = spec
         self.passes = recording.passes(spec.name)
-        self.encodings = _encodings(self.passes)
-        of_keys, of_values = self.encodings
+        of_keys, of_values = _encodings(self.passes)
+        self.rounded = round_keys is not None and of_keys is FLOAT32
+        if self.rounded:
+            of_keys = encoding(round_keys)
+        self.encodings = of_keys, of_values
         self.row_bytes = (
             of_keys.row_bytes(spec.d_in),
             of_values.row_bytes(spec.d_out) if values else 0,
@@ -64,6 +71,7 @@ class LayerSource:
 
         Raises:
             DamagedError: They are not what was written.
+            BuildError: A key has no number of 16 bits near it.
         """
         if values:
             rows, span = self._recording.stored_values(record), record.values
@@ -72,7 +80,30 @@ class LayerSource:
         assert span is not None
         if span.encoding != self.encodings[values].name:
             rows = encoding(span.encoding).widen(rows)
+            rows = rows if values else self._narrowed(rows)
         return rows.reshape(record.rows, self.spec.d_out if values else self.spec.d_in)
+
+    def mark(self) -> InexactMark | None:
+        """What rounded keys make of the layer: its rows are no longer what its gradients came from,
+        and how much that is stays in the remainder."""
+        if not self.rounded:
+            return None
+        name = self.encodings[0].name
+        return InexactMark(0, f"rounded: keys are kept as {name}, as the index's build was told")
+
+    def _narrowed(self, keys: np.ndarray) -> np.ndarray:
+        """float32 keys as the index keeps them."""
+        kind = self.encodings[0]
+        if not isinstance(kind, Half):
+            return keys
+        found = kind.narrow(keys)
+        if bool((np.isinf(kind.widen(found)) & np.isfinite(keys)).any()):
+            largest = float(np.abs(keys[np.isfinite(keys)]).max())
+            raise BuildError(
+                f"layer {self.spec.name!r} has keys as large as {largest:.3g}, which {kind.name} "
+                "can't hold: round to bfloat16, or not at all"
+            )
+        return found
 
     def pieces(
         self, space: Space, start: int, stop: int, *, values: bool

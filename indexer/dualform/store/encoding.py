@@ -73,7 +73,7 @@ class Float32(Encoding):
         return b"IxFI" + _index_header(d, rows) + struct.pack("<Q", rows * d)
 
 
-class _Half(Encoding):
+class Half(Encoding):
     """16 bits a number; keys are a `faiss.IndexScalarQuantizer` for inner products."""
 
     quantizer: ClassVar[int]  # its ScalarQuantizer::QuantizerType
@@ -83,8 +83,13 @@ class _Half(Encoding):
         quantizer = struct.pack("<iifQQQ", self.quantizer, 0, 0.0, d, 2 * d, 0)
         return b"IxSQ" + _index_header(d, rows) + quantizer + struct.pack("<Q", 2 * rows * d)
 
+    @abstractmethod
+    def narrow(self, rows: np.ndarray) -> np.ndarray:
+        """float32 numbers, of any shape, as the nearest stored ones; of two, the even one. What is
+        too large becomes infinite."""
 
-class BFloat16(_Half):
+
+class BFloat16(Half):
     """The upper half of a float32."""
 
     name = "bfloat16"
@@ -94,8 +99,16 @@ class BFloat16(_Half):
     def widen(self, rows: np.ndarray) -> np.ndarray:
         return np.asarray((rows.astype("<u4") << np.uint32(16)).view("<f4"))
 
+    def narrow(self, rows: np.ndarray) -> np.ndarray:
+        bits = np.ascontiguousarray(rows, "<f4").view("<u4")
+        upper = bits >> np.uint32(16)
+        nearest = (bits + np.uint32(0x7FFF) + (upper & np.uint32(1))) >> np.uint32(16)
+        # A NaN stays one: it must not carry into the sign, nor lose the bits that make it one.
+        found = np.where(np.isnan(rows), upper | np.uint32(0x40), nearest)
+        return np.asarray(found.astype(self.stored))
 
-class Float16(_Half):
+
+class Float16(Half):
     """IEEE half precision."""
 
     name = "float16"
@@ -105,11 +118,21 @@ class Float16(_Half):
     def widen(self, rows: np.ndarray) -> np.ndarray:
         return np.asarray(rows.astype("<f4"))
 
+    def narrow(self, rows: np.ndarray) -> np.ndarray:
+        with np.errstate(over="ignore"):
+            return np.asarray(rows.astype(self.stored))
+
 
 FLOAT32 = Float32()
 
 ENCODINGS: Mapping[str, Encoding] = {kind.name: kind for kind in (FLOAT32, BFloat16(), Float16())}
 """By name."""
+
+
+HALVES: Mapping[str, Half] = {
+    name: kind for name, kind in ENCODINGS.items() if isinstance(kind, Half)
+}
+"""Those of 16 bits, by name."""
 
 
 def encoding(name: object) -> Encoding:

@@ -14,6 +14,7 @@ from dualform.cli.output import Progress, bytes_text, print_json, print_table
 
 if TYPE_CHECKING:
     from dualform.engine import VerifyReport
+    from dualform.store.index_parts import IndexLayer
 
 
 def add_to(commands: Any) -> None:
@@ -46,6 +47,12 @@ def add_to(commands: Any) -> None:
         metavar="COLUMN,...",
         help="keep what the rows of each value of these columns became: outputs by these groups, "
         "and of whole groups, are one small product",
+    )
+    build.add_argument(
+        "--round-keys",
+        choices=("bfloat16", "float16"),
+        help="round float32 keys to 16 bits, for half their disk: layers are marked as rounded, "
+        "and the remainder of outputs has what that leaves; keys of 16 bits stay as they are",
     )
     build.set_defaults(run=_build, parser=build)
     for name, run, what in (
@@ -86,6 +93,7 @@ def _build(options: argparse.Namespace) -> int:
                 options.index,
                 values=options.values,
                 parts=options.parts,
+                round_keys=options.round_keys,
                 announce=lambda text: print(text, flush=True),
                 progress=show,
             )
@@ -132,6 +140,9 @@ def _inspect(options: argparse.Namespace) -> int:
                         "distinct_keys": distinct[layer.name],
                         "row_space": layer.row_space,
                         "values": layer.values,
+                        "encodings": dict(
+                            zip(("keys", "values"), published[layer.name].encodings, strict=True)
+                        ),
                         "columns": dict(layer.columns),
                         "inexact": [
                             {"from_step": mark.from_step, "reason": mark.reason}
@@ -153,6 +164,7 @@ def _inspect(options: argparse.Namespace) -> int:
             "d_out",
             "bias",
             "values",
+            "kept as",
             "rows",
             "distinct keys",
             "row space",
@@ -166,6 +178,7 @@ def _inspect(options: argparse.Namespace) -> int:
                 layer.d_out,
                 layer.bias,
                 layer.values,
+                _kept_as(published[layer.name]),
                 layer.rows,
                 distinct[layer.name],
                 layer.row_space,
@@ -180,6 +193,12 @@ def _inspect(options: argparse.Namespace) -> int:
         print(f"columns of row space {space}")
         print_table(["column", "type"], columns.items())
     return 0
+
+
+def _kept_as(layer: IndexLayer) -> str:
+    """How keys and values lie on disk: "bfloat16", or both where they differ."""
+    keys, values = layer.encodings
+    return keys if keys == values or not layer.values else f"{keys}, {values}"
 
 
 def _verify(options: argparse.Namespace) -> int:
