@@ -162,3 +162,21 @@ def test_a_ranking_that_the_server_does_not_know(server: str) -> None:
 
 def ask_unit_0(client: Client) -> None:
     client.top_k("fc", np.ones((1, D_IN), np.float32), rank_by="contribution", unit=0)
+
+
+def test_directions_travel_and_are_split_with_their_queries(
+    trained: Client, digits_queries: dict[str, np.ndarray]
+) -> None:
+    """Many queries, each with its own direction, in as many parts as the limits need."""
+    queries = np.tile(digits_queries["4"], (1100, 1))
+    direction = np.zeros((len(queries), 10), np.float32)
+    units = np.arange(len(queries)) % 3
+    direction[np.arange(len(queries)), units] = 2
+    found = trained.top_k("4", queries, k=2, rank_by="contribution", direction=direction)
+    for unit in range(3):
+        of_unit = np.flatnonzero(units == unit)
+        each = trained.top_k("4", queries[of_unit[:4]], k=2, rank_by="contribution", unit=unit)
+        for place, query in enumerate(of_unit[:4]):
+            again = np.flatnonzero((units == unit) & (np.arange(len(queries)) % 4 == query % 4))
+            assert (found.rows[again] == each.rows[place]).all()
+            assert (found.scores[again] == 2 * each.scores[place]).all()  # a power of two: exact

@@ -296,7 +296,7 @@ class PlanCost(_message.Message):
     def __init__(self, strategy: _Optional[_Union[Strategy, str]] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class TopKRequest(_message.Message):
-    __slots__ = ("index", "layer", "queries", "k", "where", "group_by", "order", "rank_by", "unit", "at_step", "distinct", "strategy", "explain_plan", "max_residual")
+    __slots__ = ("index", "layer", "queries", "k", "where", "group_by", "order", "rank_by", "unit", "at_step", "distinct", "strategy", "explain_plan", "max_residual", "direction")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     LAYER_FIELD_NUMBER: _ClassVar[int]
     QUERIES_FIELD_NUMBER: _ClassVar[int]
@@ -311,6 +311,7 @@ class TopKRequest(_message.Message):
     STRATEGY_FIELD_NUMBER: _ClassVar[int]
     EXPLAIN_PLAN_FIELD_NUMBER: _ClassVar[int]
     MAX_RESIDUAL_FIELD_NUMBER: _ClassVar[int]
+    DIRECTION_FIELD_NUMBER: _ClassVar[int]
     index: str
     layer: str
     queries: Tensor
@@ -325,7 +326,8 @@ class TopKRequest(_message.Message):
     strategy: Strategy
     explain_plan: bool
     max_residual: float
-    def __init__(self, index: _Optional[str] = ..., layer: _Optional[str] = ..., queries: _Optional[_Union[Tensor, _Mapping]] = ..., k: _Optional[int] = ..., where: _Optional[_Union[Filter, _Mapping]] = ..., group_by: _Optional[str] = ..., order: _Optional[_Union[Order, str]] = ..., rank_by: _Optional[_Union[RankBy, str]] = ..., unit: _Optional[int] = ..., at_step: _Optional[int] = ..., distinct: _Optional[str] = ..., strategy: _Optional[_Union[Strategy, str]] = ..., explain_plan: bool = ..., max_residual: _Optional[float] = ...) -> None: ...
+    direction: Tensor
+    def __init__(self, index: _Optional[str] = ..., layer: _Optional[str] = ..., queries: _Optional[_Union[Tensor, _Mapping]] = ..., k: _Optional[int] = ..., where: _Optional[_Union[Filter, _Mapping]] = ..., group_by: _Optional[str] = ..., order: _Optional[_Union[Order, str]] = ..., rank_by: _Optional[_Union[RankBy, str]] = ..., unit: _Optional[int] = ..., at_step: _Optional[int] = ..., distinct: _Optional[str] = ..., strategy: _Optional[_Union[Strategy, str]] = ..., explain_plan: bool = ..., max_residual: _Optional[float] = ..., direction: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
 
 class TopKResponse(_message.Message):
     __slots__ = ("rows", "scores", "columns", "groups", "coverage", "counts", "plan")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,26 +14,51 @@ from dualform.questions.errors import QuestionError
 from dualform.v1 import attribution_pb2 as pb
 
 
-def queries(value: object) -> npt.NDArray[np.float32]:
-    """float32 [n, d], C-ordered, finite, n and d at least 1."""
+@dataclass(frozen=True)
+class MatrixWords:
+    """What messages call one of a question's matrices, its rows, and a row's length."""
+
+    many: str
+    one: str
+    width: str
+
+    @property
+    def send(self) -> str:
+        """The shape to send."""
+        return f"send [n, {self.width}], a single {self.one} as [1, {self.width}]"
+
+
+MATRICES = {
+    "queries": MatrixWords("queries", "query", "d_in"),
+    "direction": MatrixWords("directions", "direction", "d_out"),
+    "directions": MatrixWords("directions", "direction", "d_out"),
+}
+"""By the field that holds them."""
+
+
+def queries(value: object, field: str = "queries") -> npt.NDArray[np.float32]:
+    """float32 [n, d], C-ordered, finite, n and d at least 1: queries, or directions."""
+    words = MATRICES[field]
     if not isinstance(value, np.ndarray):
-        raise _queries_error(f"are {type(value).__name__}; a float32 array [n, d_in] is needed")
-    if value.dtype != np.float32:
-        raise _queries_error(f"are {value.dtype}; they must be float32")
-    if value.ndim != 2:
-        raise _queries_error(
-            f"have shape {list(value.shape)}; send [n, d_in], a single query as [1, d_in]"
+        raise matrix_error(
+            f"are {type(value).__name__}; a float32 array [n, {words.width}] is needed", field
         )
+    if value.dtype != np.float32:
+        raise matrix_error(f"are {value.dtype}; they must be float32", field)
+    if value.ndim != 2:
+        raise matrix_error(f"have shape {list(value.shape)}; {words.send}", field)
     if len(value) == 0:
-        raise _queries_error("are an empty batch; send at least one query")
+        raise matrix_error(f"are an empty batch; send at least one {words.one}", field)
     if value.shape[1] == 0:
-        raise _queries_error(
-            f"have shape {list(value.shape)}; send [n, d_in] with n and d_in at least 1"
+        raise matrix_error(
+            f"have shape {list(value.shape)}; send [n, {words.width}] with n and {words.width} at "
+            "least 1",
+            field,
         )
     odd = np.flatnonzero(~np.isfinite(value).all(axis=1))
     if odd.size:
         raise QuestionError(
-            f"query {odd[0]} holds NaN or Inf; queries must be finite", field="queries"
+            f"{words.one} {odd[0]} holds NaN or Inf; {words.many} must be finite", field=field
         )
     return np.ascontiguousarray(value)
 
@@ -189,5 +215,7 @@ def _id(value: object, field: str) -> int | str:
     )
 
 
-def _queries_error(what: str) -> QuestionError:
-    return QuestionError(f"queries {what}", field="queries", reason="BAD_QUERIES")
+def matrix_error(what: str, field: str) -> QuestionError:
+    """What is wrong with queries or directions."""
+    reason = "BAD_QUERIES" if field == "queries" else "BAD_DIRECTIONS"
+    return QuestionError(f"{MATRICES[field].many} {what}", field=field, reason=reason)

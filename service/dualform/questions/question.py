@@ -69,7 +69,7 @@ class Field:
 
 
 _CHECKS: dict[str, Callable[[Any, str], Any]] = {
-    "tensor": lambda value, _: checks.queries(value),
+    "tensor": checks.queries,
     "filter": checks.filter_message,
     "layers": lambda value, _: checks.layers(value),
     "values": checks.ids,

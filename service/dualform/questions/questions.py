@@ -55,8 +55,10 @@ class TopKQuestion(Question):
         where: Which rows take part; None for all.
         group_by: A metadata column: the k best rows of each of its values.
         order: "absolute" sorts by |score| descending; scores stay signed.
-        rank_by: "weight", or "contribution": what a row added to one output unit.
-        unit: The output unit, 0 to d_out - 1; with "contribution" alone, which needs it.
+        rank_by: "weight", or "contribution": what a row added to one output unit, or along a
+            direction.
+        unit: The output unit, 0 to d_out - 1; with "contribution" alone, which needs it or
+        direction: float32 [n, d_out], finite: one for each query.
         at_step: Contributions after so many steps; None for the trained layer. Likewise.
         distinct: A metadata column: of rows with the same value only the best counts; rows
             without a value stand for themselves.
@@ -83,6 +85,7 @@ class TopKQuestion(Question):
     strategy: TopKStrategy = "auto"
     explain_plan: bool = False
     max_residual: float | None = None
+    direction: Queries | None = None
     index: str | None = None
 
     def check(self) -> None:
@@ -90,9 +93,11 @@ class TopKQuestion(Question):
             raise QuestionError(f"k is {self.k}; it must be an integer, at least 1", field="k")
         if self.rank_by == "contribution":
             check_max_residual(self.max_residual)
+            check_direction(self.queries, self.unit, self.direction)
             return
         of_contributions = (
             ("unit", self.unit),
+            ("direction", self.direction),
             ("at_step", self.at_step),
             ("max_residual", self.max_residual),
         )
@@ -253,6 +258,25 @@ def check_max_residual(value: float | None) -> None:
             f"max_residual is {value}; it is a part of the output's length, so 0 or more: "
             f"{MAX_RESIDUAL:g} unless given",
             field="max_residual",
+        )
+
+
+def check_direction(queries: Queries, unit: int | None, direction: Queries | None) -> None:
+    """Refuse a unit and directions together, and directions that are not one for each query."""
+    if direction is None:
+        return
+    if unit is not None:
+        raise QuestionError(
+            f"unit is {unit} and there is a direction too; a unit is the direction that is 1 there "
+            "and 0 elsewhere: give one of the two",
+            field="direction",
+        )
+    if len(direction) != len(queries):
+        raise QuestionError(
+            f"directions have shape {list(direction.shape)} and queries {list(queries.shape)}; "
+            "send one direction for each query",
+            field="direction",
+            reason="BAD_DIRECTIONS",
         )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dualform.questions.checks import MATRICES, matrix_error
 from dualform.questions.errors import QuestionError
 from dualform.questions.question import Field, Question, fields_of
 from dualform.questions.questions import QUESTIONS
@@ -30,7 +31,7 @@ def message_of(question: Question) -> Any:
         if field.kind == "choice":
             setattr(message, field.name, field.choices[value])
         elif field.kind == "tensor":
-            message.queries.CopyFrom(tensor_of(value))
+            getattr(message, field.name).CopyFrom(tensor_of(value))
         elif field.kind == "filter":
             getattr(message, field.name).CopyFrom(value)
         elif field.kind == "layers":
@@ -73,6 +74,9 @@ def _value(message: Any, field: Field) -> Any:
     sent = getattr(message, field.name)
     if field.kind == "choice":
         return _word(sent, field)
+    if field.kind == "tensor":
+        absent = field.optional and not message.HasField(field.name)
+        return None if absent else _matrix(sent, field.name)
     if field.kind in _UNPACKED:
         return _UNPACKED[field.kind](sent)
     if field.kind == "filter" or field.present:
@@ -95,29 +99,34 @@ def _word(number: int, field: Field) -> str:
 
 def _queries_of(layer: pb.ExplainLayer) -> npt.NDArray[np.float32]:
     try:
-        return _queries(layer.queries)
+        return _matrix(layer.queries, "queries")
     except QuestionError as error:
         raise QuestionError(
             f"layer {layer.layer!r}: {error}", field=error.field, reason=error.reason
         ) from None
 
 
-def _queries(tensor: pb.Tensor) -> npt.NDArray[np.float32]:
-    """The queries of a request, float32 [n, d], contiguous and writable."""
+def _matrix(tensor: pb.Tensor, field: str) -> npt.NDArray[np.float32]:
+    """The queries or directions of a request, float32 [n, d], contiguous and writable."""
+    words = MATRICES[field]
     if tensor.dtype != pb.DATA_TYPE_FLOAT32:
-        raise _error(f"are {_dtype_name(tensor.dtype)}; send float32")
+        raise matrix_error(f"are {_dtype_name(tensor.dtype)}; send float32", field)
     shape = tuple(tensor.shape)
     if len(shape) != 2:
         given = list(shape) if len(shape) <= 8 else f"{len(shape)} dimensions"
-        raise _error(f"have shape {given}; send [n, d_in], a single query as [1, d_in]")
+        raise matrix_error(f"have shape {given}; {words.send}", field)
     n, d = shape
     if n < 0 or d < 1:
-        raise _error(f"have shape [{n}, {d}]; send [n, d_in] with n and d_in at least 1")
+        raise matrix_error(
+            f"have shape [{n}, {d}]; send [n, {words.width}] with n and {words.width} at least 1",
+            field,
+        )
     data = tensor.data
     if len(data) != n * d * 4:
-        raise _error(
+        raise matrix_error(
             f"of shape [{n}, {d}] need {n * d * 4:,} bytes, not {len(data):,}; "
-            "send float32 little-endian, row-major"
+            "send float32 little-endian, row-major",
+            field,
         )
     return np.frombuffer(data, dtype="<f4").reshape(n, d).astype(np.float32)
 
@@ -128,7 +137,6 @@ def _id(value: pb.Value) -> int | str | None:
 
 
 _UNPACKED: dict[str, Callable[[Any], Any]] = {
-    "tensor": _queries,
     "layers": lambda sent: [(layer.layer, _queries_of(layer)) for layer in sent],
     "values": lambda sent: [_id(value) for value in sent],
     "numbers": lambda sent: list(sent) or None,
@@ -141,7 +149,3 @@ def _dtype_name(dtype: int) -> str:
         return pb.DataType.Name(dtype).removeprefix("DATA_TYPE_").lower()
     except ValueError:
         return f"of unknown data type {dtype}"
-
-
-def _error(what: str) -> QuestionError:
-    return QuestionError(f"queries {what}", field="queries", reason="BAD_QUERIES")

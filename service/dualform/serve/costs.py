@@ -38,7 +38,7 @@ def kind_of(method: str, request: Any) -> tuple[Any, ...]:
     sizes: list[int] = []
     words: list[Any] = [method]
     for field, value in request.ListFields():
-        if field.name in ("queries", "where"):
+        if field.name in ("queries", "direction", "where"):
             sizes.append(value.ByteSize().bit_length())
         elif field.name in ("layers", "bins", "ids"):
             sizes.append(sum(_size(entry) for entry in value).bit_length())

@@ -207,10 +207,12 @@ def _listed(call: Call, response: Any) -> _Found:
 
 
 def _key(method: str, request: Any) -> bytes:
-    """The same for requests that differ in nothing but their queries."""
+    """The same for requests that differ in nothing but their queries, and their directions."""
     alike = type(request)()
     alike.CopyFrom(request)
     alike.ClearField("queries")
+    if "direction" in alike.DESCRIPTOR.fields_by_name and alike.HasField("direction"):
+        alike.direction.Clear()
     return method.encode() + bytes(alike.SerializeToString(deterministic=True))
 
 

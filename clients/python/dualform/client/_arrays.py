@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dualform.client.errors import InternalError, InvalidArgumentError
+from dualform.questions.checks import MATRICES
 from dualform.v1 import attribution_pb2 as pb
 
 _DTYPES: dict[int, np.dtype[Any]] = {
@@ -26,47 +27,56 @@ _COLUMN_DTYPES: dict[int, np.dtype[Any]] = {
 }
 
 
-def query_matrix(queries: object) -> npt.NDArray[np.float32]:
-    """Whatever the user gave as queries, as a C-ordered float32 [n, d_in] array.
+def query_matrix(queries: object, field: str = "queries") -> npt.NDArray[np.float32]:
+    """Whatever the user gave as queries, as a C-ordered float32 [n, d_in] array; or as directions.
 
     Args:
         queries: numpy array, torch tensor on any device, or anything `np.asarray` takes.
+        field: What the argument is called; "direction" is about d_out numbers.
 
     Raises:
         InvalidArgumentError: Not float32 (nothing is rounded behind the user's back), or not
             two-dimensional.
     """
+    words = MATRICES[field]
+    many, one, width = words.many, words.one, words.width
     if hasattr(queries, "detach"):
-        queries = _from_torch(queries)
+        queries = _from_torch(queries, field)
     if isinstance(queries, np.ma.MaskedArray) and np.ma.is_masked(queries):
         raise InvalidArgumentError(
-            "queries have masked numbers; every number of a query counts: fill them, as in "
-            "queries.filled(0)",
-            field="queries",
+            f"{many} have masked numbers; every number of a {one} counts: fill them, as in "
+            f"{field}.filled(0)",
+            field=field,
         )
     try:
         array = np.asarray(queries)
     except ValueError as error:
         raise InvalidArgumentError(
-            f"queries do not form an array ({error}); one row of d_in numbers per query is needed",
-            field="queries",
+            f"{many} do not form an array ({error}); one row of {width} numbers per query is "
+            "needed",
+            field=field,
         ) from None
     if array.dtype.kind != "f" or array.dtype.itemsize != 4:
         raise InvalidArgumentError(
-            f"queries are {array.dtype}; float32 is needed, and nothing is converted silently: "
-            "pass np.asarray(queries, dtype=np.float32), or queries.float() for a tensor",
-            field="queries",
+            f"{many} are {array.dtype}; float32 is needed, and nothing is converted silently: "
+            f"pass np.asarray({field}, dtype=np.float32), or {field}.float() for a tensor",
+            field=field,
         )
     if array.ndim != 2:
         hint = (
-            "; pass queries.reshape(1, -1) for a single query"
+            f"; pass {field}.reshape(1, -1) for a single {one}"
             if array.ndim == 1
-            else "; pass queries.reshape(-1, d_in), one row per query"
+            else f"; pass {field}.reshape(-1, {width}), one row per {one}"
         )
         raise InvalidArgumentError(
-            f"queries have shape {list(array.shape)}; [n, d_in] is needed{hint}", field="queries"
+            f"{many} have shape {list(array.shape)}; [n, {width}] is needed{hint}", field=field
         )
     return np.ascontiguousarray(array, dtype="<f4")
+
+
+def direction_matrix(direction: object) -> npt.NDArray[np.float32] | None:
+    """Directions as `query_matrix` gives queries; None stays None."""
+    return None if direction is None else query_matrix(direction, "direction")
 
 
 def query_matrices(queries: object) -> tuple[tuple[str, npt.NDArray[np.float32]], ...]:
@@ -214,16 +224,17 @@ def text(value: object, field: str) -> str:
     return value
 
 
-def _from_torch(tensor: Any) -> npt.NDArray[Any]:
+def _from_torch(tensor: Any, field: str) -> npt.NDArray[Any]:
+    many = MATRICES[field].many
     if str(tensor.dtype) == "torch.bfloat16":
         raise InvalidArgumentError(
-            "queries are torch.bfloat16; float32 is needed: pass queries.float()", field="queries"
+            f"{many} are torch.bfloat16; float32 is needed: pass {field}.float()", field=field
         )
     try:
         array: npt.NDArray[Any] = tensor.detach().cpu().resolve_conj().resolve_neg().numpy()
     except (TypeError, RuntimeError) as error:  # sparse, quantised, on the meta device
         raise InvalidArgumentError(
-            f"queries are a tensor that does not become an array ({error})", field="queries"
+            f"{many} are a tensor that does not become an array ({error})", field=field
         ) from None
     return array
 

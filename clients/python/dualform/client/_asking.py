@@ -47,6 +47,7 @@ from dualform.questions import (
     RowsQuestion,
     StreamWeightsQuestion,
     SumsQuestion,
+    TopKQuestion,
     message_of,
 )
 from dualform.v1 import attribution_pb2 as pb
@@ -131,20 +132,24 @@ class Asking:
         deadline = self._deadline(timeout)
         matrix = question.queries
         limits = yield from self._known_limits(deadline)
-        size = _batch_size(_overhead(question, queries=matrix[:1]), matrix.shape[1], limits)
+        by_query = _by_query(question)
+        width = sum(array.shape[1] for array in by_query.values())
+        first = {name: array[:1] for name, array in by_query.items()}
+        size = _batch_size(_overhead(question, **first), width, limits)
         parts: list[Result] = []
         start = 0
         while start < len(matrix):
-            part = matrix[start : start + size]
+            part = {name: array[start : start + size] for name, array in by_query.items()}
+            count = len(part["queries"])
             try:
-                response = yield from self._send(replace(question, queries=part), deadline)
+                response = yield from self._send(replace(question, **part), deadline)
             except ResourceExhaustedError as error:
-                size = _halved(error, len(part))
+                size = _halved(error, count)
             except InvalidArgumentError as error:
                 raise _located(error, where) from None
             else:
                 parts.append(decode(response))
-                start += len(part)
+                start += count
         return join(parts)
 
     def profile(
@@ -254,6 +259,14 @@ class Asking:
 
     def _deadline(self, timeout: float | None) -> Deadline:
         return Deadline(self._timeout if timeout is None else timeout)
+
+
+def _by_query(question: RowsQuestion) -> dict[str, Any]:
+    """What has a row for each query: the queries, and the directions where there are any."""
+    found: dict[str, Any] = {"queries": question.queries}
+    if isinstance(question, TopKQuestion) and question.direction is not None:
+        found["direction"] = question.direction
+    return found
 
 
 def _flat(ids: Iterable[object]) -> Iterable[object]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 
-from dualform.client._arrays import query_matrices, query_matrix
+from dualform.client._arrays import direction_matrix, query_matrices, query_matrix
 from dualform.client._asking import Asking
 from dualform.client._calls import checked_calls
 from dualform.client._connection import Tls, connection_of
@@ -136,6 +136,7 @@ class Client(Driver):
         order: Order = "largest",
         rank_by: RankBy = "weight",
         unit: int | None = None,
+        direction: object = None,
         at_step: int | None = None,
         distinct: str | None = None,
         max_residual: float | None = None,
@@ -148,7 +149,9 @@ class Client(Driver):
 
         The weight of a row is x_t.x, its contribution to output unit u
         (c_t x_t.x + c'_t) e_t[u], primes for the bias (paper, eq. dual_linear). Over all rows
-        contributions add up, with `initial`, to the dual output at the same step.
+        contributions add up, with `initial`, to the dual output at the same step. Along a direction
+        g it is (c_t x_t.x + c'_t) (e_t.g): with the gradient of a logit, margin or loss at the
+        layer's output for g, what the row did to that number, to first order.
 
         Args:
             layer: As in `model.named_modules()`.
@@ -157,8 +160,10 @@ class Client(Driver):
             where: Which rows take part: text such as "label = 6 and step < 3000", or a Filter.
             group_by: A metadata column: the k best rows of each of its values.
             order: "largest", "smallest", or "absolute" (by |score|, scores stay signed).
-            rank_by: "weight", or "contribution": scores are then contributions to `unit`.
+            rank_by: "weight", or "contribution": scores are then contributions to `unit`, or along
+                `direction`; one of the two is needed.
             unit: The output unit, 0 to d_out - 1; with "contribution" only.
+            direction: float32 [n, d_out], one for each query, as `queries` are given; likewise.
             at_step: Contributions to the layer after so many steps, of the rows before; None for
                 the trained layer. With "contribution" only.
             distinct: A metadata column: of rows with the same value only the best counts, and
@@ -174,12 +179,13 @@ class Client(Driver):
             Rows int64 and scores float32 [n, k], or [n, groups, k]; ties by row id.
 
         Raises:
-            InvalidArgumentError: Wrong shape, dtype, k, order, filter, column, unit or step; see
-                `field`.
+            InvalidArgumentError: Wrong shape, dtype, k, order, filter, column, unit, direction or
+                step; see `field`.
             NotFoundError: No such layer or index.
             FailedPreconditionError: Contributions of an index without values; or as for
                 `dual_output`.
-            ResourceExhaustedError: k over the server's limit, or its queue is full.
+            ResourceExhaustedError: k over the server's limit, or its queue is full; a direction
+                that would take too long, which can be where rows have no coefficients.
         """
         question = TopKQuestion(
             layer=layer,
@@ -190,6 +196,7 @@ class Client(Driver):
             order=order,
             rank_by=rank_by,
             unit=unit,
+            direction=direction_matrix(direction),
             at_step=at_step,
             distinct=distinct,
             max_residual=max_residual,

@@ -15,7 +15,7 @@ import torch
 from dualform.engine.api.examples import Examples
 from dualform.engine.api.explain import explain
 from dualform.engine.api.keywords import Keywords
-from dualform.engine.api.opened import Opened, query_tensor
+from dualform.engine.api.opened import Opened, check_target, query_tensor
 from dualform.engine.api.results import DualOutput, Explanation, Sums, TopK, WeightsChunk
 from dualform.engine.api.top_k import top_k
 from dualform.engine.api.totals import dual_output, sums
@@ -208,8 +208,12 @@ class Index(Keywords):
         return guarded()
 
     def check_queries(self, question: RowsQuestion) -> None:
-        """Refuse queries that the layer does not take: InvalidArgumentError, or NotFoundError."""
-        query_tensor(self.layer(question.layer), question.queries)
+        """Refuse queries and directions that the layer does not take: InvalidArgumentError, or
+        NotFoundError."""
+        layer = self.layer(question.layer)
+        query_tensor(layer, question.queries)
+        if isinstance(question, TopKQuestion) and question.direction is not None:
+            check_target(layer, None, question.direction)
 
     def group_count(self, layer: str, group_by: str | None) -> int:
         """How many groups a column makes; 1 without."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -11,8 +11,9 @@ import torch
 
 from dualform.engine.errors import FailedPreconditionError, InvalidArgumentError
 from dualform.engine.memory.layer import Layer
+from dualform.engine.memory.shards import Stop
 from dualform.engine.plan.planner import Planner
-from dualform.engine.totals.metric import UnitMetrics
+from dualform.engine.totals.metric import UnitMetric, UnitMetrics
 from dualform.engine.totals.outputs import DualOutputs
 from dualform.questions import QuestionError
 from dualform.store.ledger import Ledger
@@ -38,6 +39,12 @@ class Opened:
     device: torch.device
     use_faiss: bool
 
+    def metric_finder(
+        self, layer: Layer, end: int, stop: Stop | None
+    ) -> Callable[[int], UnitMetric]:
+        """Gives the metric of a unit of the layer after so many steps."""
+        return lambda unit: self.metrics.find(layer, unit, end, stop)
+
 
 @contextmanager
 def refusals() -> Iterator[None]:
@@ -57,6 +64,25 @@ def query_tensor(layer: Layer, queries: np.ndarray) -> torch.Tensor:
             field="queries",
         )
     return torch.from_numpy(np.array(queries, dtype=np.float32, order="C"))
+
+
+def check_target(layer: Layer, unit: int | None, directions: np.ndarray | None) -> None:
+    """Refuse contributions to a unit that is none of the layer's, or along what is no direction of
+    its outputs."""
+    if directions is not None:
+        if directions.shape[1] != layer.d_out:
+            raise InvalidArgumentError(
+                f"directions have shape {list(directions.shape)}; layer {layer.name!r} gives "
+                f"outputs [n, {layer.d_out}], and so must they be",
+                field="direction",
+                reason="BAD_DIRECTIONS",
+            )
+    elif unit is None or not 0 <= unit < layer.d_out:
+        raise InvalidArgumentError(
+            f"unit is {unit}; rank_by='contribution' needs the unit= that rows contributed to: "
+            f"one of layer {layer.name!r}'s output units 0 to {layer.d_out - 1}, or a direction=",
+            field="unit",
+        )
 
 
 def last_step(layer: Layer, ledger: Ledger, at_step: int | None) -> int:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 
-from dualform.engine.api.opened import Opened, last_step, query_tensor
+import numpy as np
+import torch
+
+from dualform.engine.api.opened import Opened, check_target, last_step, query_tensor
 from dualform.engine.api.results import Coverage, TopK
-from dualform.engine.errors import InvalidArgumentError
 from dualform.engine.memory.layer import Layer
 from dualform.engine.memory.shards import Stop
 from dualform.engine.plan.plan import Plan, check_strategy
@@ -14,6 +16,7 @@ from dualform.engine.topk import scan
 from dualform.engine.topk.contribution import Contribution
 from dualform.engine.topk.distinct import counts as distinct_counts
 from dualform.engine.topk.followed import best_by_metric
+from dualform.engine.topk.followed_along import best_along
 from dualform.engine.topk.ranking import Ranking
 from dualform.engine.totals.coefficients import layer_coefficients
 from dualform.questions import MAX_RESIDUAL, TopKQuestion
@@ -46,12 +49,16 @@ def top_k(opened: Opened, layer: Layer, question: TopKQuestion, stop: Stop | Non
         why = "each step has its own metric, so every row is scored"
         check_strategy(question.strategy, {"certified": why, "flat": why, "scan": None})
         plan = Plan("scan", why, {})
-        metric = opened.metrics.find(layer, contribution.unit, end, stop)
-        hits = best_by_metric(
-            layer, queries, ranking, metric, contribution.unit, selected & layer.finite, stop
-        )
+        rows = selected & layer.finite
+        if contribution.directions is not None:
+            hits = best_along(
+                layer, queries, ranking, opened.metric_finder(layer, end, stop), rows, stop
+            )
+        else:
+            metric = opened.metrics.find(layer, contribution.unit, end, stop)
+            hits = best_by_metric(layer, queries, ranking, metric, contribution.unit, rows, stop)
     else:
-        about = (layer, ranking.order, ranking.hits, len(queries))
+        about = (layer, _kind(ranking), ranking.hits, len(queries))
         plan = opened.planner.top_k(*about, coverage.rows, refused, question.strategy)
         search = scan.Scan(
             layer, queries, ranking, opened.device, plan.strategy, refused["flat"] is None, stop
@@ -78,17 +85,20 @@ def top_k(opened: Opened, layer: Layer, question: TopKQuestion, stop: Stop | Non
     )
 
 
+def _kind(ranking: Ranking) -> str:
+    """What the planner remembers under one name: sketches serve such questions alike."""
+    contribution = ranking.contribution
+    if contribution is None:
+        return ranking.order
+    along = contribution.unit if contribution.directions is None else "direction"
+    return f"{ranking.order} {along}"
+
+
 def _ranking(opened: Opened, layer: Layer, question: TopKQuestion) -> tuple[Ranking, int | None]:
     """What is ranked, and the step before which rows take part."""
     contribution, end = None, None
     if question.rank_by == "contribution":
-        unit = question.unit
-        if unit is None or not 0 <= unit < layer.d_out:
-            raise InvalidArgumentError(
-                f"unit is {unit}; rank_by='contribution' needs the unit= that rows contributed to: "
-                f"one of layer {layer.name!r}'s output units 0 to {layer.d_out - 1}",
-                field="unit",
-            )
+        check_target(layer, question.unit, question.direction)
         end = last_step(layer, opened.ledger, question.at_step)
         if question.at_step is None:
             most = MAX_RESIDUAL if question.max_residual is None else question.max_residual
@@ -96,7 +106,12 @@ def _ranking(opened: Opened, layer: Layer, question: TopKQuestion) -> tuple[Rank
         coefficients = None
         if opened.ledger.family.scalar:
             coefficients = layer_coefficients(opened.ledger, layer.manifest, end)
-        contribution = Contribution(coefficients, unit)
+        if question.direction is not None:
+            directions = torch.from_numpy(np.array(question.direction, np.float32, order="C"))
+            contribution = Contribution(coefficients, directions=directions)
+        else:
+            assert question.unit is not None
+            contribution = Contribution(coefficients, question.unit)
     grouping = distinct = None
     if question.group_by is not None:
         grouping = layer.space.grouping(question.group_by)

@@ -12,7 +12,15 @@ import torch
 
 from dualform.engine.errors import DataLossError
 from dualform.engine.memory.key_facts import KeyFacts
-from dualform.engine.memory.shards import Shard, ShardFile, copy_rows, is_scattered, spared
+from dualform.engine.memory.shards import (
+    Shard,
+    ShardFile,
+    copy_rows,
+    is_scattered,
+    pick,
+    spared,
+    tile_rows,
+)
 from dualform.engine.memory.sketch import Basis
 from dualform.engine.memory.states import check_headers
 from dualform.engine.rows.rows import Rows
@@ -94,6 +102,23 @@ class Layer:
         with spared():
             return read_first(self.directory, self.manifest.equal_keys, self.rows)
 
+    @cached_property
+    def value_norms(self) -> np.ndarray:
+        """float32 [rows], by position: at least each value's Euclidean norm; infinite or NaN where
+        the value is not finite. Found by one pass over the values, and kept."""
+        parts = [np.zeros(0, np.float32)]
+        for shard in self.shards:
+            assert shard.values is not None
+            values = shard.values.rows()
+            norms = np.empty(shard.rows, np.float32)
+            step = tile_rows(self.d_out, 1)
+            for first in range(0, shard.rows, step):
+                rows = slice(first, first + step)
+                wide = torch.linalg.vector_norm(pick(values, rows), dim=1, dtype=torch.float64)
+                norms[rows] = (wide * (1 + 2.0**-22) + 1e-44).float().numpy()
+            parts.append(norms)
+        return np.concatenate(parts)
+
     def check_unchanged(self) -> None:
         """Raise DamagedError where a file is not the one any more that is mapped."""
         for shard in self.shards:
@@ -165,6 +190,17 @@ class Layer:
                 inside = torch.from_numpy(positions[first:last] - shard.start)
                 parts.append(shard.values.rows()[inside, unit].float().numpy())
         return np.concatenate(parts)
+
+    def value_rows(self, positions: np.ndarray) -> torch.Tensor:
+        """Values at these positions, int64 [m] and ascending: float32 [m, d_out], aligned."""
+        values = torch.empty((len(positions), self.d_out), dtype=torch.float32)
+        bounds = np.searchsorted(positions, self.space.starts)
+        for shard, first, last in zip(self.shards, bounds, bounds[1:], strict=False):
+            if first < last:
+                assert shard.values is not None
+                inside = positions[first:last] - shard.start
+                copy_rows(shard.values.rows(), inside, values[first:last])
+        return values
 
     def keys_at(self, positions: np.ndarray) -> torch.Tensor:
         """Keys at these positions, int64 [m] and ascending: float32 [m, d_in], aligned."""

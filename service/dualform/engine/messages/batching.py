@@ -20,7 +20,7 @@ from dualform.engine.errors import EngineError
 from dualform.engine.memory.shards import Stop
 from dualform.engine.messages.answers import check_size, response_of
 from dualform.engine.messages.limits import Limits
-from dualform.questions import RowsQuestion, question_of
+from dualform.questions import RowsQuestion, TopKQuestion, question_of
 
 
 def answer_together(
@@ -54,9 +54,8 @@ def answer_together(
         batch, waiting = waiting[:count], waiting[count:]
         sizes = [len(waiter.question.queries) for waiter in batch]
         first = batch[0].question
-        whole = np.concatenate([waiter.question.queries for waiter in batch])
         try:
-            found = index.ask(replace(first, queries=whole), stop)
+            found = index.ask(_joined([waiter.question for waiter in batch]), stop)
             answered = [
                 response_of(first, _part(found, last - n, last))
                 for n, last in zip(sizes, np.cumsum(sizes), strict=True)
@@ -75,6 +74,20 @@ class _Waiting:
     place: int
     question: RowsQuestion
     bytes_per_query: int
+
+
+def _joined(questions: Sequence[RowsQuestion]) -> RowsQuestion:
+    """One question with the queries, and directions, of all."""
+    first = questions[0]
+    queries = np.concatenate([question.queries for question in questions])
+    if not isinstance(first, TopKQuestion) or first.direction is None:
+        return replace(first, queries=queries)
+    directions = [
+        question.direction
+        for question in questions
+        if isinstance(question, TopKQuestion) and question.direction is not None
+    ]
+    return replace(first, queries=queries, direction=np.concatenate(directions))
 
 
 def _as_many_as_fit(waiting: Sequence[_Waiting], limits: Limits) -> int:

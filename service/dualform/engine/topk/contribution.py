@@ -1,44 +1,81 @@
-"""What a row added to one output unit: (c_t x_t.x + c'_t) e_t[u], primes for the bias."""
+"""What a row added to one output unit, or along a direction g: (c_t x_t.x + c'_t) (e_t.g), primes
+for the bias; a unit is the direction that is 1 there and 0 elsewhere."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
+from dualform.engine.memory.float64 import pair_dots
 from dualform.engine.memory.layer import Layer
 from dualform.engine.memory.tiles import Tile
 from dualform.engine.totals.coefficients import LayerCoefficients, row_coefficients
 
+_FLOAT64_UNIT = 2.0**-52
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Contribution:
-    """Contributions to one output unit, after the steps that the coefficients are for.
+    """Contributions to one output unit, or along directions, after the steps that the coefficients
+    are for.
 
     Attributes:
         coefficients: Of the layer's weight and bias; None where rows have none, and each step its
             own metric (`topk.followed`).
-        unit: The output unit.
+        unit: The output unit; -1 with directions.
+        directions: float32 [n, d_out], one for each query; None for a unit.
     """
 
     coefficients: LayerCoefficients | None
-    unit: int
+    unit: int = -1
+    directions: torch.Tensor | None = None
 
-    def at(self, layer: Layer, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """c, c' (float64 [m]) and e (float32 [m]) at these positions, int64 [m] and ascending."""
-        of_weight, of_bias = self._factors(layer.space.steps[positions], torch.device("cpu"))
-        return of_weight.numpy(), of_bias.numpy(), layer.values_at(positions, self.unit)
+    def part(self, queries: slice) -> Contribution:
+        """The same for some of the queries."""
+        if self.directions is None:
+            return self
+        return replace(self, directions=self.directions[queries])
 
-    def inside(self, tile: Tile, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Likewise of rows of a tile by their places in it, int64 [m]."""
+    def same_question(self, other: Contribution) -> bool:
+        """Whether both are about the same unit or directions."""
+        if self.directions is None or other.directions is None:
+            return self.directions is other.directions and self.unit == other.unit
+        return torch.equal(self.directions, other.directions)
+
+    def at(
+        self, layer: Layer, positions: np.ndarray, query: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """c, c' and e.g, float64 [m], of rows at these positions, int64 [m] and ascending, for one
+        query. The sums of e.g are taken in an order that depends on nothing but d_out."""
+        of_weight, of_bias = self.factors(layer.space.steps[positions], torch.device("cpu"))
+        if self.directions is None:
+            along = layer.values_at(positions, self.unit).astype(np.float64)
+        else:
+            along = _along(layer.value_rows(positions), self.directions[query][None])
+        return of_weight.numpy(), of_bias.numpy(), along
+
+    def inside(
+        self, tile: Tile, rows: np.ndarray, queries: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Likewise of rows of a tile by their places in it, each for its own query, int64 [m]
+        both."""
         assert tile.values is not None
-        of_weight, of_bias = self._factors(tile.steps[rows], torch.device("cpu"))
-        values = tile.values[torch.from_numpy(rows), self.unit].cpu()
-        return of_weight.numpy(), of_bias.numpy(), values.numpy()
+        of_weight, of_bias = self.factors(tile.steps[rows], torch.device("cpu"))
+        values = tile.values[torch.from_numpy(rows).to(tile.values.device)].cpu()
+        if self.directions is None:
+            along = values[:, self.unit].double().numpy()
+        else:
+            along = _along(values, self.directions[torch.from_numpy(queries)])
+        return of_weight.numpy(), of_bias.numpy(), along
 
     def of_tile(
-        self, tile: Tile, weights: torch.Tensor, errors: torch.Tensor
+        self,
+        tile: Tile,
+        weights: torch.Tensor,
+        errors: torch.Tensor,
+        which: np.ndarray | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Contributions of a tile's rows and bounds of their errors.
 
@@ -46,22 +83,40 @@ class Contribution:
             tile: With values.
             weights: Attention weights [n, rows].
             errors: float64 [n, 1], bounds of the weights' errors.
+            which: The queries that the weights belong to, int64 [n]; None for all.
 
         Returns:
             float64 [n, rows] both; NaN, which is never ranked, where a value is not finite.
         """
         assert tile.values is not None
-        of_weight, of_bias = self._factors(tile.steps, weights.device)
-        e = tile.values[:, self.unit].double()
-        e = torch.where(torch.isfinite(e), e, torch.nan)
+        of_weight, of_bias = self.factors(tile.steps, weights.device)
         parts = weights.double() * of_weight
-        # Three float64 roundings on top of what the weight is off.
-        rounding = (parts.abs() + of_bias.abs()) * e.abs() * 2.0**-50
-        return (parts + of_bias) * e, errors * (of_weight * e).abs() + rounding
+        if self.directions is None:
+            e = tile.values[:, self.unit].double()
+            e = torch.where(torch.isfinite(e), e, torch.nan)
+            # Three float64 roundings on top of what the weight is off.
+            rounding = (parts.abs() + of_bias.abs()) * e.abs() * 2.0**-50
+            return (parts + of_bias) * e, errors * (of_weight * e).abs() + rounding
+        g = self.directions if which is None else self.directions[torch.from_numpy(which)]
+        g, values = g.to(weights.device).double(), tile.values.double()
+        e = g @ values.T
+        e = torch.where(torch.isfinite(e), e, torch.nan)
+        # The sum of d_out products in any order, with Cauchy-Schwarz for its size.
+        off = torch.outer(
+            torch.linalg.vector_norm(g, dim=1), torch.linalg.vector_norm(values, dim=1)
+        ) * ((g.shape[1] + 4) * _FLOAT64_UNIT)
+        size = parts.abs() + of_bias.abs()
+        bound = errors * of_weight.abs() * (e.abs() + off) + size * (off + e.abs() * 2.0**-50)
+        return (parts + of_bias) * e, bound
 
-    def _factors(
-        self, steps: np.ndarray, device: torch.device
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def factors(self, steps: np.ndarray, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """c and c' of rows of these steps, int64 [m]: float64 [m]."""
         assert self.coefficients is not None
         of_weight, of_bias = row_coefficients(self.coefficients, steps, device)
         return of_weight, torch.zeros_like(of_weight) if of_bias is None else of_bias
+
+
+def _along(values: torch.Tensor, directions: torch.Tensor) -> np.ndarray:
+    """e.g of rows, float32 [m, d_out], with directions, [m, d_out] or [1, d_out]: float64 [m]."""
+    with np.errstate(all="ignore"):
+        return pair_dots(values.numpy(), np.broadcast_to(directions.numpy(), values.shape))

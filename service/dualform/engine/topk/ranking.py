@@ -5,7 +5,7 @@ A row's *merit* is its score, the negated score, or the absolute score.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -23,7 +23,8 @@ class Ranking:
         k: Rows per query (and group).
         order: "largest", "smallest" or "absolute".
         grouping: Rank inside each of these groups, or None.
-        contribution: Rank by contribution to one output unit; None for the attention weight.
+        contribution: Rank by contribution to one output unit, or along directions; None for the
+            attention weight.
         distinct: Of rows with the same value only the best counts; a row without a value stands
             for itself. None where each row counts.
     """
@@ -33,6 +34,12 @@ class Ranking:
     grouping: Grouping | str | None = None
     contribution: Contribution | None = None
     distinct: Grouping | str | None = None
+
+    def part(self, queries: slice) -> Ranking:
+        """The same for some of the queries."""
+        if self.contribution is None:
+            return self
+        return replace(self, contribution=self.contribution.part(queries))
 
     @property
     def groups(self) -> int:

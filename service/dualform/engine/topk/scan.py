@@ -14,12 +14,13 @@ import torch
 from dualform.engine.errors import DataLossError
 from dualform.engine.memory.layer import Layer
 from dualform.engine.memory.shards import Shard, Stop, as_slice, check_stop, tile_rows
-from dualform.engine.memory.sketch import SketchedQueries, best_rows
+from dualform.engine.memory.sketch import best_rows
 from dualform.engine.memory.tiles import Tile
 from dualform.engine.memory.weights import needs_float64, tile_weights
 from dualform.engine.plan.costs import PRUNED_QUERIES, pruning_pays
 from dualform.engine.threads import over_shards
 from dualform.engine.topk import flat
+from dualform.engine.topk.contribution_bounds import Bounds, ContributionBounds, WeightBounds
 from dualform.engine.topk.ranking import Ranking
 from dualform.engine.topk.top_k import Hits, TopK
 
@@ -40,8 +41,9 @@ def sketches_apply(layer: Layer, ranking: Ranking, device: torch.device) -> str 
             return f"layer {layer.name!r} has no sketches"
     except DataLossError as error:  # other strategies do without
         return str(error)
-    if ranking.contribution is not None:
-        return "sketches bound attention weights, not contributions"
+    contribution = ranking.contribution
+    if contribution is not None and contribution.coefficients is None:
+        return "sketches bound weights, and each step has its own metric"
     return None if device.type == "cpu" else "sketches are read on the CPU alone"
 
 
@@ -104,18 +106,19 @@ class Scan:
 
     def run(self, selected: np.ndarray) -> Hits:
         """Answer over the selected rows, bool [total]: those whose keys are finite."""
-        blocks, rest = [], self._queries
-        while len(rest):
+        blocks, first = [], 0
+        while first < len(self._queries):
             size = PRUNED_QUERIES if self._use_sketches else _QUERY_BLOCK
-            blocks.append(self._run_block(rest[:size], selected))
-            rest = rest[size:]
+            block = slice(first, first + size)
+            ranking = self._ranking.part(block)
+            blocks.append(self._run_block(self._queries[block], ranking, selected))
+            first += size
         return Hits.join(blocks)
 
-    def _run_block(self, queries: torch.Tensor, selected: np.ndarray) -> Hits:
-        ranking = self._ranking
+    def _run_block(self, queries: torch.Tensor, ranking: Ranking, selected: np.ndarray) -> Hits:
         best = TopK(queries, ranking, self._layer)
         searched = []
-        for shard in self._unpruned(queries, selected, best):
+        for shard in self._unpruned(queries, ranking, selected, best):
             inside = selected[shard.start : shard.start + shard.rows]
             if (
                 self._use_faiss
@@ -150,12 +153,20 @@ class Scan:
             last.append(merits[:, -1])
         return last
 
-    def _unpruned(self, queries: torch.Tensor, selected: np.ndarray, best: TopK) -> list[Shard]:
+    def _unpruned(
+        self, queries: torch.Tensor, ranking: Ranking, selected: np.ndarray, best: TopK
+    ) -> list[Shard]:
         """Propose rows by sketches, and say which shards are left to be searched."""
         basis = self._layer.basis
         if basis is None or not self._use_sketches:
             return list(self._layer.shards)
-        sketched = SketchedQueries(queries, basis, self._ranking.order)
+        sketched: Bounds = (
+            WeightBounds(queries, basis, ranking.order)
+            if ranking.contribution is None
+            else ContributionBounds(
+                self._layer, ranking.contribution, queries, basis, ranking.order
+            )
+        )
         left: list[Shard] = []
         spans: list[list[Shard]] = []
         room = 0
@@ -186,7 +197,7 @@ class Scan:
         span: list[Shard],
         selected: np.ndarray,
         queries: torch.Tensor,
-        sketched: SketchedQueries,
+        sketched: Bounds,
         best: TopK,
     ) -> bool:
         """Propose the rows of neighbouring shards that their sketches can't rule out, if it pays.
@@ -197,11 +208,12 @@ class Scan:
         check_stop(self._stop)
         where, parts, counts = _asked(span, selected)
         rows = sum(counts)
-        bounds = sketched.bounds(parts, counts)
+        bounds = sketched.bounds(parts, counts, where, max(shard.max_norm for shard in span))
         done = self._promising(where, bounds, best)
         self._scan_rows(_positions(where, done), queries, best)
-        allowance = sketched.allowance(max(shard.max_norm for shard in span))
-        kept = best.possible(bounds, allowance, where) & ~done
+        kept = best.possible(bounds, sketched.allowance, where) & ~done
+        if isinstance(sketched, ContributionBounds) and sketched.narrows:
+            self._narrow(kept, where, sketched, best)
         width = self._layer.key_bytes
         left = int(np.count_nonzero(kept))
         self.asked += rows
@@ -211,6 +223,19 @@ class Scan:
             return False
         self._scan_rows(_positions(where, kept), queries, best)
         return True
+
+    def _narrow(
+        self, kept: np.ndarray, where: slice | np.ndarray, bounds: ContributionBounds, best: TopK
+    ) -> None:
+        """Strike out of these rows, bool [rows], what their values rule out."""
+        left = np.flatnonzero(kept)
+        step = tile_rows(self._layer.d_out, 1)
+        for first in range(0, len(left), step):
+            check_stop(self._stop)
+            which = left[first : first + step]
+            positions = which + where.start if isinstance(where, slice) else where[which]
+            found = bounds.narrowed(which, positions)
+            kept[which] = best.possible(found, bounds.allowance, positions)
 
     def _promising(self, where: slice | np.ndarray, bounds: torch.Tensor, best: TopK) -> np.ndarray:
         """The rows to score first, bool [rows]: without limits nothing can be ruled out."""
@@ -241,7 +266,8 @@ class Scan:
             check_stop(self._stop)
             chunk = positions[first : first + step]
             keys = self._layer.keys_at(chunk)
-            tile = Tile(self._layer.space, chunk, keys, None, best.longest)
+            values = self._layer.value_rows(chunk) if best.values else None
+            tile = Tile(self._layer.space, chunk, keys, values, best.longest)
             best.update(tile, tile_weights(queries, keys, wide=False))
 
     def _scan(

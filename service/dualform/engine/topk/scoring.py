@@ -43,7 +43,7 @@ class Scores:
             if self._contribution is None:
                 scores[part] = dots.rounded()
             else:
-                factors = self._contribution.inside(tile, rows[part])
+                factors = self._contribution.inside(tile, rows[part], queries[part])
                 scores[part] = dots.rounded_contributions(*factors)
         return scores
 
@@ -80,5 +80,6 @@ class Scores:
             if self._contribution is None:
                 scores[of_query] = dots.rounded()
             else:
-                factors = self._contribution.at(self._layer, part.positions[of_query])
+                about = (part.positions[of_query], int(queries[first]))
+                factors = self._contribution.at(self._layer, *about)
                 scores[of_query] = dots.rounded_contributions(*factors)

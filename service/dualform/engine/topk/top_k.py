@@ -178,7 +178,7 @@ class TopK:
             finite = torch.from_numpy(tile.finite).to(device)
             weights = torch.where(finite, weights, torch.nan)
         if self._contribution is not None:
-            weights, errors = self._contribution.of_tile(tile, weights, errors)
+            weights, errors = self._contribution.of_tile(tile, weights, errors, which)
         merits = merit(weights, self._order)
         codes = None
         if self._groups.by is not None:
@@ -237,6 +237,8 @@ class TopK:
         ours, theirs = self._ranking, other._ranking
         same = (ours.k, ours.order) == (theirs.k, theirs.order)
         same &= (ours.contribution is None) == (theirs.contribution is None)
+        if ours.contribution is not None and theirs.contribution is not None:
+            same &= ours.contribution.same_question(theirs.contribution)
         same &= (ours.distinct is None) == (theirs.distinct is None)
         if not same or not torch.equal(self._queries, other._queries):
             raise ValueError("only answers to the same question can be merged")
