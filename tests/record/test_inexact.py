@@ -73,6 +73,27 @@ def test_clipping_by_value(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
     assert "inexact from step 5" in caplog.text
 
 
+def test_an_edited_bias_keeps_the_scale_of_its_weight(tmp_path: Path) -> None:
+    """Clipping by norm scales both; that no factor explains the bias's edit does not undo it."""
+    factors = []
+
+    def clip_and_edit(step: int, model: nn.Sequential) -> None:
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        factors.append(min(1.0, 0.1 / (float(norm) + 1e-6)))
+        if step == 3:
+            bias = model[2].bias
+            assert isinstance(bias, nn.Parameter)
+            assert bias.grad is not None
+            bias.grad[0] += 0.05
+
+    recording = train(tmp_path / "r", steps=5, before_step=clip_and_edit)
+    assert only(recording.marks["2"]).from_step == 3
+    ledger = recording.ledger().parameters
+    scales = np.array([row.scale for row in ledger["2.bias"]])
+    assert max(factors) < 0.9
+    np.testing.assert_allclose(scales, factors, rtol=1e-5)
+
+
 def test_clipping_by_value_through_data(tmp_path: Path) -> None:
     def clip(step: int, model: nn.Sequential) -> None:
         if step == 5:

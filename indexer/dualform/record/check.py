@@ -233,7 +233,9 @@ class GradientCheck:
                 return Verdict(True, False, factor, probe)
         magnitude = grad.detach().abs()
         plateau = int((magnitude == magnitude.max()).sum()) > 1
-        return Verdict(True, False, 1.0, probe, "clipped" if plateau else "mismatch")
+        # No factor explains it; the weight's, which was measured, is the likeliest: under autocast
+        # the bias's sum is rounded, and its clipping is the weight's all the same.
+        return Verdict(True, False, scale, probe, "clipped" if plateau else "mismatch")
 
 
 def _square(matrix: np.ndarray) -> float:
