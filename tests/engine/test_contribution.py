@@ -104,7 +104,11 @@ def test_all_contributions_and_the_initial_part_are_the_output(
 def test_a_dot_product_beside_a_rounding_boundary() -> None:
     # The contribution's float32 rounding hangs on the dot product's last float64 bit.
     keys = np.array([[1, 2.0**-24, 2.0**-60], [1, 2.0**-24, -(2.0**-60)]], np.float32)
-    dots = ExactDots(torch.from_numpy(keys), torch.ones(3))
+    dots = ExactDots(
+        torch.from_numpy(keys),
+        torch.ones(3),
+        float(np.linalg.norm(keys.astype(float), axis=1).max()),
+    )
     ones, zeros = np.ones(2), np.zeros(2)
     got = dots.rounded_contributions(ones, zeros, ones.astype(np.float32))
     # Rounded to float64 first, both dots are the middle 1 + 2^-24, which rounds to even: 1.

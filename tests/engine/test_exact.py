@@ -14,6 +14,10 @@ from dualform.engine.memory.exact import ExactDots, error_bound
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
+def longest(keys: np.ndarray) -> float:
+    return float(np.linalg.norm(keys.astype(np.float64), axis=1).max())
+
+
 @st.composite
 def keys_and_query(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
     d = draw(st.integers(1, 6))
@@ -26,9 +30,15 @@ def keys_and_query(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
 @given(keys_and_query())
 def test_any_floats(case: tuple[np.ndarray, np.ndarray]) -> None:
     keys, query = case
-    scores = ExactDots(torch.from_numpy(keys), torch.from_numpy(query)).rounded()
+    scores = ExactDots(torch.from_numpy(keys), torch.from_numpy(query), longest(keys)).rounded()
     expected = reference.exact_scores(keys, query[None])[0]
     np.testing.assert_array_equal(scores.view(np.uint32), expected.view(np.uint32))
+    queries = torch.from_numpy(query).expand(len(keys), -1).contiguous()
+    pairs = ExactDots(torch.from_numpy(keys), queries, longest(keys)).rounded()
+    np.testing.assert_array_equal(pairs.view(np.uint32), expected.view(np.uint32))
+    room = torch.full((9, len(query)), torch.nan, dtype=torch.float64)
+    roomy = ExactDots(torch.from_numpy(keys), torch.from_numpy(query), longest(keys), room)
+    np.testing.assert_array_equal(roomy.rounded().view(np.uint32), expected.view(np.uint32))
 
 
 def test_sums_beside_a_rounding_boundary() -> None:
@@ -36,7 +46,7 @@ def test_sums_beside_a_rounding_boundary() -> None:
     for rest in (2.0**-90, 0.0, -(2.0**-90)):
         keys = np.array([[1, 2.0**-24, rest]], np.float32)
         query = np.ones(3, np.float32)
-        scores = ExactDots(torch.from_numpy(keys), torch.from_numpy(query)).rounded()
+        scores = ExactDots(torch.from_numpy(keys), torch.from_numpy(query), longest(keys)).rounded()
         assert scores[0] == (np.float32(1 + 2.0**-23) if rest > 0 else np.float32(1))
         assert scores[0] == reference.exact_scores(keys, query[None])[0, 0]
 
@@ -44,7 +54,7 @@ def test_sums_beside_a_rounding_boundary() -> None:
 def test_cancellation() -> None:
     keys = np.array([[1e20, 1.0, -1e20], [3e38, 3e38, -3e38]], np.float32)
     query = np.ones(3, np.float32)
-    scores = ExactDots(torch.from_numpy(keys), torch.from_numpy(query)).rounded()
+    scores = ExactDots(torch.from_numpy(keys), torch.from_numpy(query), longest(keys)).rounded()
     np.testing.assert_array_equal(scores, np.array([1.0, 3e38], np.float32))
 
 
@@ -55,7 +65,7 @@ def test_one_large_key_beside_many_small_ones() -> None:
     keys[7] *= 1e20
     keys[::3] = 0.0
     query = rng.standard_normal(300).astype(np.float32)
-    scores = ExactDots(torch.from_numpy(keys), torch.from_numpy(query)).rounded()
+    scores = ExactDots(torch.from_numpy(keys), torch.from_numpy(query), longest(keys)).rounded()
     expected = reference.exact_scores(keys, query[None])[0]
     np.testing.assert_array_equal(scores.view(np.uint32), expected.view(np.uint32))
 

@@ -17,6 +17,7 @@ import dualform.index.build as index_build
 import dualform.index.sketch as index_sketch
 from dualform.engine import Index
 from dualform.engine.memory import shards as engine_shards
+from dualform.engine.topk import scoring as engine_scoring
 from dualform.engine.topk import top_k as engine_top_k
 
 ORDERS = ("largest", "smallest", "absolute")
@@ -51,6 +52,7 @@ def memories(draw: st.DrawFn) -> dict[str, object]:
         "label": rng.integers(0, 3, rows).tolist(),
         "k": draw(st.sampled_from([1, 2, 5, 100])),
         "order": draw(st.sampled_from(ORDERS)),
+        "many": draw(st.sampled_from([1, 3, 1000])),
         "shard_rows": draw(st.sampled_from([1, 7, 1000])),
         "tile": draw(st.sampled_from([4, 1 << 22])),
         "faiss": draw(st.booleans()),
@@ -71,6 +73,8 @@ def test_any_split_equals_rational_arithmetic(case: dict) -> None:
         patch.setattr(index_sketch, "DIRECTIONS", case["directions"])
         patch.setattr(engine_top_k, "COMPRESS_AT", 16)
         patch.setattr(engine_top_k, "RESCORE_ROWS", 8)
+        patch.setattr(engine_scoring, "MANY_KEYS", case["many"])
+        patch.setattr(engine_scoring, "KEYS_TOGETHER", 5)
         path = make_index(
             Path(directory), keys, None, shard_rows=case["shard_rows"], label=case["label"]
         )

@@ -27,17 +27,30 @@ class ExactDots:
     Args:
         keys: float32 [n, d], finite, on the CPU.
         query: float32 [d], or one for each key [n, d]; finite, on the CPU.
+        longest: At least the Euclidean norm of each key.
+        room: float64 [at least n, d], to compute in: fresh memory costs as much as the products.
     """
 
-    def __init__(self, keys: torch.Tensor, query: torch.Tensor) -> None:
+    def __init__(
+        self,
+        keys: torch.Tensor,
+        query: torch.Tensor,
+        longest: float,
+        room: torch.Tensor | None = None,
+    ) -> None:
         self._keys = keys.numpy()
         self._unit = (keys.shape[1] + 2) * _FLOAT64_UNIT
         self._pairs = query.dim() == 2
-        self._query = query.numpy() if self._pairs else query.double().numpy()
+        wide = query.double()
         if self._pairs:
+            self._query = query.numpy()
             self._sums = pair_dots(self._keys, self._query)
         else:
-            self._sums = dots(self._keys, self._query[None])[0]
+            self._query = wide.numpy()
+            wide_keys = keys.double() if room is None else room[: len(keys)].copy_(keys)
+            self._sums = torch.mv(wide_keys, wide).numpy()
+        # Cauchy-Schwarz: at least the sum of absolute terms, and no pass over the keys.
+        self._most = torch.linalg.vector_norm(wide, dim=-1).numpy() * (longest * (1 + 1e-9))
 
     def rounded(self) -> np.ndarray:
         """The dot products, each the float32 nearest to the exact one.
@@ -97,11 +110,8 @@ class ExactDots:
 
         everything = np.arange(len(self._keys))
         found = of(self._sums, everything)
-        # First a bound that costs no pass in float64, then the sum of absolute terms for what is
-        # left.
-        most = max(float(self._keys.max(initial=0)), -float(self._keys.min(initial=0)))
-        longest = np.abs(self._query).sum(axis=-1, dtype=np.float64)
-        odd = differs(everything, longest * most * 1.001 * self._unit)
+        # First a bound that costs no pass, then the sum of absolute terms for what is left.
+        odd = differs(everything, self._most * self._unit)
         if odd.size:
             keys = np.abs(self._keys[odd])
             if self._pairs:
@@ -150,7 +160,8 @@ class ExactWeights:
         unsure &= finite
         for query in np.flatnonzero(unsure.any(axis=1)):
             rows = np.flatnonzero(unsure[query])
-            dots = ExactDots(keys[torch.from_numpy(rows)], self._queries[query])
+            longest = float(torch.linalg.vector_norm(wide[torch.from_numpy(rows)], dim=1).max())
+            dots = ExactDots(keys[torch.from_numpy(rows)], self._queries[query], longest)
             scores[query, rows] = dots.rounded()
         return np.asarray(scores + np.float32(0))
 

@@ -202,9 +202,14 @@ class Layer:
                 copy_rows(shard.values.rows(), inside, values[first:last])
         return values
 
-    def keys_at(self, positions: np.ndarray) -> torch.Tensor:
-        """Keys at these positions, int64 [m] and ascending: float32 [m, d_in], aligned."""
-        keys = torch.empty((len(positions), self.d_in), dtype=torch.float32)
+    def keys_at(self, positions: np.ndarray, room: torch.Tensor | None = None) -> torch.Tensor:
+        """Keys at these positions, int64 [m] and ascending: float32 [m, d_in], aligned.
+
+        They lie in `room`, float32 [at least m, d_in], where there is one.
+        """
+        if room is None:
+            room = torch.empty((len(positions), self.d_in), dtype=torch.float32)
+        keys = room[: len(positions)]
         bounds = np.searchsorted(positions, self.space.starts)
         for shard, first, last in zip(self.shards, bounds, bounds[1:], strict=False):
             if first < last:

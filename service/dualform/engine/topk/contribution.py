@@ -45,15 +45,18 @@ class Contribution:
         return torch.equal(self.directions, other.directions)
 
     def at(
-        self, layer: Layer, positions: np.ndarray, query: int
+        self, layer: Layer, positions: np.ndarray, queries: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """c, c' and e.g, float64 [m], of rows at these positions, int64 [m] and ascending, for one
-        query. The sums of e.g are taken in an order that depends on nothing but d_out."""
+        """c, c' and e.g, float64 [m], of rows at these positions, each for its own query, int64 [m]
+        both, in any order. The sums of e.g are taken in an order that depends on nothing but d_out.
+        """
         of_weight, of_bias = self.factors(layer.space.steps[positions], torch.device("cpu"))
+        read, place = np.unique(positions, return_inverse=True)
         if self.directions is None:
-            along = layer.values_at(positions, self.unit).astype(np.float64)
+            along = layer.values_at(read, self.unit).astype(np.float64)[place]
         else:
-            along = _along(layer.value_rows(positions), self.directions[query][None])
+            values = layer.value_rows(read)[torch.from_numpy(place)]
+            along = _along(values, self.directions[torch.from_numpy(queries)])
         return of_weight.numpy(), of_bias.numpy(), along
 
     def inside(
@@ -117,6 +120,6 @@ class Contribution:
 
 
 def _along(values: torch.Tensor, directions: torch.Tensor) -> np.ndarray:
-    """e.g of rows, float32 [m, d_out], with directions, [m, d_out] or [1, d_out]: float64 [m]."""
+    """e.g of rows with each one's direction, float32 [m, d_out] both: float64 [m]."""
     with np.errstate(all="ignore"):
-        return pair_dots(values.numpy(), np.broadcast_to(directions.numpy(), values.shape))
+        return pair_dots(values.numpy(), directions.numpy())

@@ -16,6 +16,9 @@ from dualform.engine.topk.contribution import Contribution
 KEYS_TOGETHER = 1024
 """So many keys are held while they are scored, at most."""
 
+MANY_KEYS = 64
+"""So many of one query are multiplied with it; fewer, of several queries, are scored together."""
+
 
 class Scores:
     """Scores rows exactly (docs/exactness.md, rule 1).
@@ -24,11 +27,17 @@ class Scores:
         queries: float32 [n, d_in], finite.
         contribution: What is scored; None for the attention weight.
         layer: Where candidates can be read; None without.
+        longest: At least the norm of the layer's finite keys.
     """
 
     def __init__(
-        self, queries: torch.Tensor, contribution: Contribution | None, layer: Layer | None
+        self,
+        queries: torch.Tensor,
+        contribution: Contribution | None,
+        layer: Layer | None,
+        longest: float,
     ) -> None:
+        self._longest = longest
         self._queries = queries
         self._contribution = contribution
         self._layer = layer
@@ -39,7 +48,8 @@ class Scores:
         for first in range(0, len(rows), KEYS_TOGETHER):
             part = slice(first, first + KEYS_TOGETHER)
             keys = tile.keys[torch.from_numpy(rows[part]).to(tile.keys.device)].cpu()
-            dots = ExactDots(keys, self._queries[torch.from_numpy(queries[part])])
+            asked = self._queries[torch.from_numpy(queries[part])]
+            dots = ExactDots(keys, asked, tile.max_norm)
             if self._contribution is None:
                 scores[part] = dots.rounded()
             else:
@@ -51,35 +61,65 @@ class Scores:
         """Scores of candidates, those known and those yet to be read: float32 [m]."""
         scores = part.scores.copy()
         unknown = np.flatnonzero(np.isnan(scores))
-        order = unknown[
-            np.lexsort((part.positions[unknown], part.cells[unknown] % len(self._queries)))
-        ]
+        queries = part.cells[unknown] % len(self._queries)
+        order = unknown[np.lexsort((part.positions[unknown], queries))]
         queries = part.cells[order] % len(self._queries)
-        ends = np.flatnonzero(np.diff(queries, append=-1)) + 1
-        first = 0
-        while first < len(order):
-            # As many whole queries as fit, so that their keys are read together; or part of one.
-            whole = ends[(ends > first) & (ends <= first + KEYS_TOGETHER)]
-            last = int(whole[-1]) if whole.size else min(first + KEYS_TOGETHER, len(order))
-            self._score(part, order[first:last], queries[first:last], scores)
-            first = last
+        room = torch.empty((min(len(order), KEYS_TOGETHER), self._queries.shape[1]))
+        wide = torch.empty_like(room, dtype=torch.float64)
+        bounds = np.flatnonzero(np.diff(queries, prepend=-1, append=-1)).tolist()
+        few = 0  # those of queries with a few, not scored yet, begin here
+        for first, last in itertools.pairwise(bounds):
+            if last - first >= MANY_KEYS or last - few > KEYS_TOGETHER:
+                self._score_pairs(part, order[few:first], queries[few:first], scores)
+                few = first
+            if last - first >= MANY_KEYS:
+                for start in range(first, last, KEYS_TOGETHER):
+                    which = order[start : min(last, start + KEYS_TOGETHER)]
+                    self._score(part, which, int(queries[first]), scores, (room, wide))
+                few = last
+        self._score_pairs(part, order[few:], queries[few:], scores)
         return np.asarray(scores)
 
     def _score(
+        self,
+        part: Candidates,
+        which: np.ndarray,
+        query: int,
+        scores: np.ndarray,
+        room: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:
+        """Score some of one query's candidates, in the order of their positions.
+
+        Args:
+            part: All candidates.
+            which: int64 [n], some of them.
+            query: Whose.
+            scores: Where their scores go, float32 [all].
+            room: Float32 and float64 [at least n, d_in], to compute in.
+        """
+        assert self._layer is not None
+        positions = part.positions[which]
+        keys = self._layer.keys_at(positions, room[0])
+        dots = ExactDots(keys, self._queries[query], self._longest, room[1])
+        if self._contribution is None:
+            scores[which] = dots.rounded()
+        else:
+            queries = np.full(len(which), query)
+            factors = self._contribution.at(self._layer, positions, queries)
+            scores[which] = dots.rounded_contributions(*factors)
+
+    def _score_pairs(
         self, part: Candidates, which: np.ndarray, queries: np.ndarray, scores: np.ndarray
     ) -> None:
-        """Score some candidates of the layer, ordered by query and position."""
+        """Score candidates of several queries, int64 [n] both, whose keys are read together."""
+        if not len(which):
+            return
         assert self._layer is not None
         positions, place = np.unique(part.positions[which], return_inverse=True)
-        keys = self._layer.keys_at(positions)
-        bounds = np.flatnonzero(np.diff(queries, prepend=-1, append=-1))
-        for first, last in itertools.pairwise(bounds):
-            of_query, inside = which[first:last], torch.from_numpy(place[first:last])
-            inside_keys = keys if last - first == len(keys) else keys[inside]
-            dots = ExactDots(inside_keys, self._queries[queries[first]])
-            if self._contribution is None:
-                scores[of_query] = dots.rounded()
-            else:
-                about = (part.positions[of_query], int(queries[first]))
-                factors = self._contribution.at(self._layer, *about)
-                scores[of_query] = dots.rounded_contributions(*factors)
+        keys = self._layer.keys_at(positions)[torch.from_numpy(place)]
+        dots = ExactDots(keys, self._queries[torch.from_numpy(queries)], self._longest)
+        if self._contribution is None:
+            scores[which] = dots.rounded()
+        else:
+            factors = self._contribution.at(self._layer, positions[place], queries)
+            scores[which] = dots.rounded_contributions(*factors)

@@ -84,7 +84,6 @@ class TopK:
         self._k = ranking.k
         self._order = ranking.order
         self._contribution = ranking.contribution
-        self._scores = Scores(queries, ranking.contribution, layer)
         self._groups = Groups(ranking.grouping)
         self._distinct = None if ranking.distinct is None else Groups(ranking.distinct)
         self._kept = Kept()
@@ -92,6 +91,7 @@ class TopK:
         self.longest_query = float(self._norms.max())
         shards = () if layer is None else layer.shards
         self.longest = max((shard.max_norm for shard in shards), default=0.0)
+        self._scores = Scores(queries, ranking.contribution, layer, self.longest)
         self._bound = (self.longest, error_bound(queries.shape[1], self._norms, self.longest))
         self.error = self._bound[1].numpy()
         self._limits = np.full(len(queries) * len(self._groups), -np.inf)
@@ -331,7 +331,7 @@ class TopK:
             self._limits[part.cells[last]] = _limits(part.merits[last])
         else:
             lows = part.merits - part.errors
-            order = self._first(np.lexsort((-lows, part.cells)), part)
+            order = self._first(_by_cell(part.cells, lows), part)
             starts = np.searchsorted(part.cells[order], np.arange(len(self._limits) + 1))
             full = np.flatnonzero(np.diff(starts) >= self._k)
             self._limits[full] = _limits(lows[order[starts[full] + self._k - 1]])
@@ -426,6 +426,14 @@ class TopK:
             group_errors = errors if alike else errors[:, members]
             least = _threshold(limits.to(merits.device), group_errors, merits.dtype)
             possible[:, members] &= merits[:, members] >= least
+
+
+def _by_cell(cells: np.ndarray, merits: np.ndarray) -> np.ndarray:
+    """An order by (cell, merit descending), int64 [n]; equal ones in any."""
+    order = np.argsort(-merits)
+    few = len(cells) and int(cells.max()) < 1 << 16  # of 16 bits NumPy sorts by radix
+    ordered = cells[order].astype(np.uint16) if few else cells[order]
+    return np.asarray(order[np.argsort(ordered, kind="stable")])
 
 
 def _limits(kth: np.ndarray) -> np.ndarray:
