@@ -19,7 +19,7 @@ from dualform.v1 import attribution_pb2 as pb
 
 Order = Literal["largest", "smallest", "absolute"]
 RankBy = Literal["weight", "contribution"]
-TopKStrategy = Literal["auto", "certified", "flat", "scan"]
+TopKStrategy = Literal["auto", "certified", "distinct_keys", "flat", "scan"]
 SumsStrategy = Literal["auto", "key_sums", "distinct_keys", "scan"]
 OutputStrategy = Literal["auto", "rebuilt", "parts", "scan"]
 Queries: TypeAlias = npt.NDArray[np.float32]
@@ -63,8 +63,9 @@ class TopKQuestion(Question):
         distinct: A metadata column: of rows with the same value only the best counts; rows
             without a value stand for themselves.
         strategy: How rows are proposed; the answer is the same. "certified" prunes by sketches,
-            "flat" asks FAISS, "scan" multiplies tiles. One that does not apply is refused; "auto"
-            takes the cheapest that does, by estimate.
+            "distinct_keys" looks at one row of each distinct key, "flat" asks FAISS, "scan"
+            multiplies tiles. One that does not apply is refused; "auto" takes the cheapest that
+            does, by estimate.
         explain_plan: Say which strategy was chosen, and why.
         max_residual: Contributions to the trained layer: as for OutputQuestion.
         index: Its name; None where one is served.

@@ -35,7 +35,7 @@ def add_to(commands: Any) -> None:
     top_k.add_argument(
         "--at-step", type=int, metavar="S", help="contributions to the layer after S steps"
     )
-    _plan_options(top_k, ["certified", "flat", "scan"])
+    _plan_options(top_k, ["certified", "distinct_keys", "flat", "scan"])
     top_k.add_argument(
         "--distinct", metavar="COLUMN", help="of rows with the same value only the best"
     )

@@ -169,8 +169,8 @@ class Client(Driver):
             distinct: A metadata column: of rows with the same value only the best counts, and
                 `counts` says how many took part. Rows without a value stand for themselves.
             max_residual: Contributions to the trained layer: as for `dual_output`.
-            strategy: "auto", or "certified", "flat" or "scan": how rows are found. The answer is
-                the same; one that does not apply is refused.
+            strategy: "auto", or "certified", "distinct_keys", "flat" or "scan": how rows are found.
+                The answer is the same; one that does not apply is refused.
             explain_plan: Say in `plan` which strategy was chosen, and why.
             index: Its name; None where one is served.
             timeout: Seconds.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -15,9 +16,11 @@ from dualform.engine.plan.plan import Plan, check_strategy
 from dualform.engine.topk import scan
 from dualform.engine.topk.contribution import Contribution
 from dualform.engine.topk.distinct import counts as distinct_counts
+from dualform.engine.topk.distinct_keys import DistinctKeys, by_distinct_keys, distinct_keys_apply
 from dualform.engine.topk.followed import best_by_metric
 from dualform.engine.topk.followed_along import best_along
 from dualform.engine.topk.ranking import Ranking
+from dualform.engine.topk.top_k import Hits
 from dualform.engine.totals.coefficients import layer_coefficients
 from dualform.questions import MAX_RESIDUAL, TopKQuestion
 
@@ -40,6 +43,7 @@ def top_k(opened: Opened, layer: Layer, question: TopKQuestion, stop: Stop | Non
         faiss = scan.faiss_applies(layer, ranking, whole, opened.device)
     refused = {
         "certified": scan.sketches_apply(layer, ranking, opened.device),
+        "distinct_keys": distinct_keys_apply(layer, ranking),
         "flat": faiss,
         "scan": None,
     }
@@ -47,7 +51,7 @@ def top_k(opened: Opened, layer: Layer, question: TopKQuestion, stop: Stop | Non
     contribution = ranking.contribution
     if contribution is not None and contribution.coefficients is None and end is not None:
         why = "each step has its own metric, so every row is scored"
-        check_strategy(question.strategy, {"certified": why, "flat": why, "scan": None})
+        check_strategy(question.strategy, {**dict.fromkeys(refused, why), "scan": None})
         plan = Plan("scan", why, {})
         rows = selected & layer.finite
         if contribution.directions is not None:
@@ -58,15 +62,9 @@ def top_k(opened: Opened, layer: Layer, question: TopKQuestion, stop: Stop | Non
             metric = opened.metrics.find(layer, contribution.unit, end, stop)
             hits = best_by_metric(layer, queries, ranking, metric, contribution.unit, rows, stop)
     else:
-        about = (layer, _kind(ranking), ranking.hits, len(queries))
-        plan = opened.planner.top_k(*about, coverage.rows, refused, question.strategy)
-        search = scan.Scan(
-            layer, queries, ranking, opened.device, plan.strategy, refused["flat"] is None, stop
+        hits, plan = _search(
+            opened, layer, queries, ranking, refused, question.strategy, selected, stop
         )
-        begin = time.perf_counter()
-        hits = search.run(selected & layer.finite)
-        kept = search.kept / search.asked if search.asked else None
-        opened.planner.learn(*about, plan, kept, time.perf_counter() - begin)
     grouping, distinct = ranking.grouping, ranking.distinct
     assert not isinstance(grouping, str)
     assert not isinstance(distinct, str)
@@ -92,6 +90,41 @@ def _kind(ranking: Ranking) -> str:
         return ranking.order
     along = contribution.unit if contribution.directions is None else "direction"
     return f"{ranking.order} {along}"
+
+
+def _search(
+    opened: Opened,
+    layer: Layer,
+    queries: torch.Tensor,
+    ranking: Ranking,
+    refused: dict[str, str | None],
+    strategy: str,
+    selected: np.ndarray,
+    stop: Stop | None,
+) -> tuple[Hits, Plan]:
+    """The best of the selected rows, bool [total], by the strategy asked for or the cheapest."""
+    whole = selected is layer.space.everything
+    rows = layer.rows if whole else int(np.count_nonzero(selected))
+    by_keys = None if refused["distinct_keys"] else by_distinct_keys(layer, ranking, rows, whole)
+    about = (layer, _kind(ranking), ranking.hits, len(queries))
+    plan = opened.planner.top_k(*about, rows, refused, strategy, by_keys)
+    search: scan.Scan | DistinctKeys
+    if plan.strategy == "distinct_keys":
+        assert by_keys is not None
+        way = "scan" if refused["certified"] else "certified"
+        search = DistinctKeys(layer, queries, ranking, opened.device, way, stop)
+        about = (layer, _kind(ranking), by_keys.hits, len(queries))
+    else:
+        faiss = refused["flat"] is None
+        search = scan.Scan(layer, queries, ranking, opened.device, plan.strategy, faiss, stop)
+    begin = time.perf_counter()
+    hits = search.run(selected if layer.nonfinite == 0 else selected & layer.finite)
+    kept = search.kept / search.asked if search.asked else None
+    opened.planner.learn(*about, plan, kept, time.perf_counter() - begin)
+    if isinstance(search, DistinctKeys) and strategy == "auto":
+        reason = f"{search.keys:,} distinct keys stand for {rows:,} rows"
+        plan = replace(plan, reason=reason)
+    return hits, plan
 
 
 def _ranking(opened: Opened, layer: Layer, question: TopKQuestion) -> tuple[Ranking, int | None]:

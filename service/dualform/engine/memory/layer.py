@@ -23,6 +23,7 @@ from dualform.engine.memory.shards import (
 )
 from dualform.engine.memory.sketch import Basis
 from dualform.engine.memory.states import check_headers
+from dualform.engine.rows.equal_rows import EqualRows
 from dualform.engine.rows.rows import Rows
 from dualform.store.encoding import FLOAT32, NPY_HEADER_BYTES, encoding
 from dualform.store.index import REBUILD, IndexLayer, RowSpace, read_array, read_first
@@ -118,6 +119,16 @@ class Layer:
                 norms[rows] = (wide * (1 + 2.0**-22) + 1e-44).float().numpy()
             parts.append(norms)
         return np.concatenate(parts)
+
+    @cached_property
+    def equal_rows(self) -> EqualRows | None:
+        """Its rows by key; None where the index does not say which keys are equal.
+
+        Raises:
+            DataLossError: The file does not hold what was written.
+        """
+        first = self.first_equal
+        return None if first is None else EqualRows(first, self.space.ids)
 
     def check_unchanged(self) -> None:
         """Raise DamagedError where a file is not the one any more that is mapped."""

@@ -6,6 +6,9 @@ docs/decisions/0010-planner.md has the measurements.
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 from dualform.engine.memory.layer import Layer
 from dualform.engine.memory.residency import resident
 
@@ -18,11 +21,14 @@ _SCATTERED = 1.6
 _PAIR = 2e-8
 # Seconds per row for its sketch, and for each query.
 _SKETCH = (1.3e-8, 1.2e-9)
+# Seconds per row more where those whose sketches are read lie apart.
+_SCATTERED_SKETCH = 1e-7
 # Seconds per row to return: kept as a candidate and scored exactly; by FAISS's heaps, per shard.
 _CANDIDATE = 4e-6
 _FLAT_HIT = 6e-7
-# Seconds per row to be counted with the rows of the same key.
+# Seconds per row to be counted with the rows of the same key; to be returned with them.
 _COUNTED = 2e-8
+_BROUGHT = 2e-7
 # Outputs add float64 products of the values too.
 _OUTPUT = 2.0
 # Seconds per byte of a key sum or of a product with a weight.
@@ -65,10 +71,50 @@ def pruning_pays(kept: int, rows: int, width: int, queries: int, faiss: bool) ->
     return left_seconds(kept, width, queries) < whole(rows * width, queries)
 
 
+@dataclass(frozen=True)
+class ByKeys:
+    """What a top-k by distinct keys comes to.
+
+    Attributes:
+        keys: How many distinct keys the rows that take part have.
+        hits: How many are looked for per query.
+        counted: How many rows are looked through for those of each key.
+    """
+
+    keys: int
+    hits: int
+    counted: int
+
+
+def distinct_keys_of(rows: int, distinct: int) -> int:
+    """How many of a layer's distinct keys some of its rows are expected to have."""
+    return round(distinct * -math.expm1(-rows / max(1, distinct)))
+
+
+def top_k_by_keys_seconds(
+    layer: Layer, hits: int, queries: int, by: ByKeys, kept: float | None
+) -> float:
+    """For a top-k that finds distinct keys first.
+
+    Args:
+        layer: Whose memory.
+        hits: Rows to return per query.
+        queries: How many.
+        by: What there is to find.
+        kept: Share of the keys that sketches are expected to leave; None without sketches.
+    """
+    found = top_k_seconds(layer, by.hits, queries, by.keys, kept or 0.0)
+    if kept is None:
+        find = _SCATTERED * found["scan"]
+    else:
+        find = found["certified"] + _SCATTERED_SKETCH * by.keys * -(-queries // PRUNED_QUERIES)
+    return find + _COUNTED * by.counted + _BROUGHT * queries * hits
+
+
 def top_k_seconds(
     layer: Layer, hits: int, queries: int, rows: int, kept: float
 ) -> dict[str, float]:
-    """For a top-k, by strategy.
+    """For a top-k that looks at every row that takes part, by strategy.
 
     Args:
         layer: Whose memory.

@@ -11,7 +11,12 @@ import threading
 from collections.abc import Mapping
 
 from dualform.engine.memory.layer import Layer
-from dualform.engine.plan.costs import PRUNED_QUERIES, top_k_seconds
+from dualform.engine.plan.costs import (
+    PRUNED_QUERIES,
+    ByKeys,
+    top_k_by_keys_seconds,
+    top_k_seconds,
+)
 from dualform.engine.plan.plan import Plan, check_strategy, chosen
 
 _EXPECTED_KEPT = 0.02
@@ -35,6 +40,7 @@ class Planner:
         rows: int,
         refused: Mapping[str, str | None],
         strategy: str,
+        by_keys: ByKeys | None = None,
     ) -> Plan:
         """Plan a top-k.
 
@@ -46,16 +52,21 @@ class Planner:
             rows: How many rows take part.
             refused: Why each strategy does not apply; None where it does.
             strategy: One of them, or "auto".
+            by_keys: What a search by distinct keys comes to; None where it does not apply.
 
         Raises:
             InvalidArgumentError: The strategy is unknown, or does not apply.
         """
         check_strategy(strategy, refused)
         kept = self._expected(_key(layer, order, hits, queries))
+        costs = top_k_seconds(layer, hits, queries, rows, kept)
+        if by_keys is not None:
+            of_keys = None
+            if refused["certified"] is None:
+                of_keys = self._expected(_key(layer, order, by_keys.hits, queries, of_keys=True))
+            costs["distinct_keys"] = top_k_by_keys_seconds(layer, hits, queries, by_keys, of_keys)
         costs = {
-            name: seconds * self._pace
-            for name, seconds in top_k_seconds(layer, hits, queries, rows, kept).items()
-            if refused[name] is None
+            name: seconds * self._pace for name, seconds in costs.items() if refused[name] is None
         }
         reason = (
             f"sketches are expected to leave {100 * kept:.2g} % of the rows to be read"
@@ -71,12 +82,13 @@ class Planner:
         """Take in how a top-k went.
 
         Args:
-            layer, order, hits, queries: As for `top_k`.
+            layer, order, hits, queries: As for `top_k`; of distinct keys, the hits that these are.
             plan: What `top_k` said.
             kept: Share of the rows that sketches left; None where they were not asked.
             seconds: How long the answer took.
         """
-        key = _key(layer, order, hits, queries)
+        by_keys = plan.strategy == "distinct_keys"
+        key = _key(layer, order, hits, queries, of_keys=by_keys)
         with self._lock:
             if kept is not None:
                 self._kept[key] = (self._kept.get(key, kept) + kept) / 2
@@ -91,7 +103,9 @@ class Planner:
             return self._kept.get(key, _EXPECTED_KEPT)
 
 
-def _key(layer: Layer, order: str, hits: int, queries: int) -> tuple[object, ...]:
+def _key(
+    layer: Layer, order: str, hits: int, queries: int, *, of_keys: bool = False
+) -> tuple[object, ...]:
     """Questions that sketches serve alike: by order, and powers of two of queries and hits."""
     together = min(queries, PRUNED_QUERIES)
-    return layer.name, order, together.bit_length(), hits.bit_length()
+    return layer.name, order, together.bit_length(), hits.bit_length(), of_keys
