@@ -1,4 +1,4 @@
-"""Answers do not depend on what the calling thread has in force in torch."""
+"""Answers do not depend on what the calling thread has in force in torch and NumPy."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ CONTEXTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "inference mode": torch.inference_mode,
     "another default device": lambda: torch.device("meta"),
+    "errors of NumPy": lambda: np.errstate(all="raise"),
 }
 
 

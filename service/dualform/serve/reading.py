@@ -15,6 +15,7 @@ from typing import Any
 
 import grpc
 
+from dualform.serve.memory import heap
 from dualform.serve.status import Refusal, busy
 from dualform.serve.waiting import within
 
@@ -58,6 +59,7 @@ class RequestReader:
         """
         data = await self._received(context)
         size = len(data) if isinstance(data, bytes) and len(data) > SMALL else 0
+        large = bool(size)
         if size and self._held + size > max(self._budget, size):
             data = busy(
                 f"requests of {self._held >> 20} MiB are in memory, of {self._budget >> 20} "
@@ -69,6 +71,8 @@ class RequestReader:
             yield data
         finally:
             self._held -= size
+            if large:  # nobody waits for it, and where no scan ran nobody else does it
+                asyncio.get_running_loop().run_in_executor(None, heap.give_back)
 
     async def _received(self, context: Any) -> bytes | Refusal:
         connection = context.peer()

@@ -8,6 +8,7 @@ each with `not`, combined with `and or not ( )`.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -178,17 +179,34 @@ class _Reader:
             self._refuse(f"syntax error at {command[1]!r}; {_quote([command[1]])}", 1)
         try:
             # Not `parse_one`: it drops what stands behind a semicolon.
-            parts = Dialect.get_or_raise(None).parse_into(exp.Condition, self._text)
+            sql = Dialect.get_or_raise(None)
+            parts = sql.parse_into(exp.Condition, self._text)
             if len(parts) != 1 or parts[0] is None:
                 remedy = self._remedy(_GRAMMAR)
                 self._refuse(f"it does not parse as one condition; {remedy}", 1)
-            return self._condition(parts[0])
+            condition = self._condition(parts[0])
+            self._check_words(sql.tokenize(self._text))
+            return condition
         except ParseError as error:
             self._refuse_syntax(error)
         except TokenError:
             self._refuse("a quote or comment is not closed", len(self._text))
         except RecursionError:
             self._refuse("the filter is nested too deeply; use in (...) or fewer parentheses", 1)
+
+    def _check_words(self, tokens: Sequence[Any]) -> None:
+        """Refuse what is no SQL and sqlglot takes all the same, as if a part had been written."""
+        kinds = [token.token_type.name for token in tokens]
+        for place, token in enumerate(tokens):
+            behind = [*kinds[place + 1 : place + 4], "", "", ""]
+            if kinds[place] == "IN" and behind[0] != "L_PAREN":
+                self._refuse("in needs a list, as in label in (6, 9)", token.start + 1)
+            if kinds[place] == "BETWEEN" and behind[1 + (behind[0] == "DASH")] != "AND":
+                self._refuse("between needs two, as in step between 5 and 9", token.start + 1)
+            if kinds[place] == "IS" and behind[behind[0] == "NOT"] != "NULL":
+                self._refuse("is stands before null or not null alone", token.start + 1)
+            if kinds[place] == "NOT" and behind[0] == "IS":
+                self._refuse("not stands behind is, as in task is not null", token.start + 1)
 
     def _condition(self, node: Any) -> Filter:
         kind = type(node).__name__

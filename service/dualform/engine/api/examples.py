@@ -101,7 +101,11 @@ class Examples:
 
     def _read_table(self, table: FileEntry, most: int) -> Mapping[int | str, Place]:
         with self._damage(table):
-            found = read_parquet(read_checked(self._directory, table, REBUILD))
+            data = read_checked(self._directory, table, REBUILD)
+            try:
+                found = read_parquet(data)
+            except OSError as error:  # Arrow's, of bytes in memory: no device is at fault
+                raise ValueError(error) from None
             columns = [
                 found[name].to_pylist() for name in ("id", "kind", "offset", "bytes", "xxh3")
             ]
