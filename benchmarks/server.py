@@ -21,10 +21,18 @@ class Server:
 
 
 @contextmanager
-def serving(index: Path) -> Iterator[Server]:
-    """Serve an index, once every file of it has been read and checked."""
-    command = [sys.executable, "-m", "dualform.cli", "serve", f"i={index}", "--port", "0"]
-    with tempfile.NamedTemporaryFile("w+") as log:
+def serving(index: Path, settings: str = "") -> Iterator[Server]:
+    """Serve an index, once every file of it has been read and checked.
+
+    Args:
+        index: Served as "i".
+        settings: Lines of the configuration beside it.
+    """
+    with tempfile.NamedTemporaryFile("w+") as log, tempfile.NamedTemporaryFile("w+") as config:
+        config.write(f"indexes: {{i: {index.absolute()}}}\n{settings}")
+        config.flush()
+        command = [sys.executable, "-m", "dualform.cli", "serve", "--config", config.name]
+        command += ["--port", "0"]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
         try:
             assert process.stdout is not None
