@@ -14,7 +14,7 @@ LOWEST := .venv-lowest
 GPU := .venv-gpu
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-lowest lint format stubs stubs-check bench gpu-install-check clean
+.PHONY: help setup demo test test-lowest soak interop lint format stubs stubs-check bench gpu-install-check clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,6 +35,17 @@ test-lowest: $(STAMP) ## The tests of five parts with the oldest versions that p
 	PIP_CONSTRAINT=$(LOWEST)/constraints.txt $(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
 	$(LOWEST)/bin/python -m pytest tests/store tests/index tests/engine tests/serve tests/client $(PYTEST_ARGS)
 	rm -rf $(LOWEST)
+
+soak: $(STAMP) ## Very many of each: operations against a model, kills, random inputs, 64 clients for ten minutes (hours; DUALFORM_SOAK=0.1 for a tenth)
+	DUALFORM_SOAK=$(or $(DUALFORM_SOAK),1) $(BIN)/python -m pytest --capture=no --timeout=14400 tests/soak tests/engine/test_hostile.py tests/index/test_hostile.py $(PYTEST_ARGS)
+
+interop: $(STAMP) ## Clients of others, Node's and grpc-requests, ask every rpc over TLS with a token (needs node, npm and openssl; installs into build/)
+	mkdir -p build/interop
+	cp scripts/interop/package.json scripts/interop/node_client.js build/interop
+	cd build/interop && npm install --silent --no-audit --no-fund
+	test -x build/interop/venv/bin/pip || $(PYTHON) -m venv build/interop/venv
+	build/interop/venv/bin/pip install --quiet --disable-pip-version-check grpc-requests==0.1.21
+	$(BIN)/python scripts/interop/run.py build/interop
 
 lint: $(STAMP) ## Style, format, types (mypy strict), the protos, and who imports whom
 	$(BIN)/ruff check .
