@@ -131,7 +131,8 @@ def _measure(arguments: argparse.Namespace, pid: int, requests: _Requests) -> No
         if number < arguments.requests:
             requests.ask(number)
     half = [(n, mb) for n, mb in samples if n >= arguments.requests / 2]
-    slope = np.polyfit(*np.array(half).T, 1)[0] * 1000 if len(half) > 1 else float("nan")
+    at, mb = np.array(half).reshape(-1, 2).T
+    slope = np.polyfit(at, mb, 1)[0] * 1000 if len(half) > 1 else float("nan")
     print(f"second half: {slope:+.1f} MB per 1,000 requests; codes {dict(requests.codes)}")
 
 

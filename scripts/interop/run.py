@@ -53,17 +53,24 @@ def main() -> None:
         bad = 0
         with _serving(index, work) as address:
             files = [str(work / "ca.pem"), TOKEN]
-            for client, command in {
-                "@grpc/grpc-js": ["node", str(folder / "node_client.js"), address, *files, PROTOS],
+            commands: dict[str, list[str]] = {
+                "@grpc/grpc-js": [
+                    "node",
+                    str(folder / "node_client.js"),
+                    address,
+                    *files,
+                    str(PROTOS),
+                ],
                 "grpc-requests": [
                     str(folder / "venv/bin/python"),
                     str(HERE / "requests_client.py"),
                     address,
                     *files,
                 ],
-            }.items():
+            }
+            for client, command in commands.items():
                 answers = work / "answers.json"
-                arguments = [*map(str, command), str(work / "questions.json"), str(answers)]
+                arguments = [*command, str(work / "questions.json"), str(answers)]
                 subprocess.run(arguments, check=True, timeout=300)
                 bad += _compared(client, asked, json.loads(answers.read_text()), expected)
     sys.exit(1 if bad else 0)
@@ -184,7 +191,8 @@ def _serving(index: Path, work: Path) -> Iterator[str]:
         "tls: {certificate: ca.pem, key: ca.key}\n"
     )
     assert index == work / "index"
-    command = [sys.executable, "-m", "dualform.cli", "serve", "--config", work / "server.yaml"]
+    command = [sys.executable, "-m", "dualform.cli", "serve", "--config"]
+    command.append(str(work / "server.yaml"))
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None
