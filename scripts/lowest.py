@@ -18,7 +18,7 @@ from pathlib import Path
 tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
 PYPROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
-BOUNDED = re.compile(r"(?P<name>[A-Za-z0-9._-]+)>=(?P<version>[0-9.]+)")
+BOUNDED = re.compile(r"(?P<name>[A-Za-z0-9._-]+)>=(?P<version>[0-9.]+(?:b[0-9]+)?)")
 UNBOUNDED = re.compile(r"[A-Za-z0-9._-]+")
 # faiss-gpu owns the same module as faiss-cpu: the two are never installed together.
 LEFT_OUT = {"gpu"}

@@ -14,9 +14,9 @@ fi
 out=protos
 if [ "${1:-}" = --check ]; then out=$(mktemp -d); trap 'rm -rf "$out"' EXIT; fi
 "$venv/bin/python" -W ignore -m grpc_tools.protoc -I protos --python_out="$out" --pyi_out="$out" \
-  --grpc_python_out="$out" protos/dualform/v1/attribution.proto
+  --grpc_python_out="$out" protos/dualform/v1/attribution.proto protos/dualform/v1/admin.proto
 if [ "$out" != protos ]; then
-  for f in attribution_pb2.py attribution_pb2.pyi attribution_pb2_grpc.py; do
+  for f in {attribution,admin}_{pb2.py,pb2.pyi,pb2_grpc.py}; do
     diff -q "$out/dualform/v1/$f" "protos/dualform/v1/$f" || { echo "stale stub $f: run make stubs" >&2; exit 1; }
   done
 fi

@@ -115,7 +115,7 @@ def test_pruned_answers_are_the_flat_scans(
     span: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(engine_topk, "_SPAN", span)
+    monkeypatch.setattr(engine_topk, "SPAN", span)
     layer = index.layers["fc"]
     assert layer.basis is not None
     for k in (1, 10, 200):
@@ -265,7 +265,7 @@ def test_isotropic_keys_fall_back(tmp_path: Path) -> None:
             return original(self, *given)  # type: ignore[arg-type]
 
         patch.setattr(engine_topk.Scan, "_scan_pruned", counting)
-        patch.setattr(engine_topk, "_SPAN", 4 * 1000)  # a shard by itself
+        patch.setattr(engine_topk, "SPAN", 4 * 1000)  # a shard by itself
         queries = rng.standard_normal((4, 256)).astype(np.float32)
         hits = index.top_k("fc", queries, 10)
         assert len(asked) == 1

@@ -52,7 +52,14 @@ def test_empty_file_is_all_defaults(tmp_path: Path) -> None:
         ("metrics: 0.0.0.0:9464", ["metrics", "insecure: true"]),
         ("? [a, b]\n: 3", ["line 1", "keys are words"]),
         ("listen: localhost:99999", ["listen", "65535"]),
-        ("memory: 4GiB", ["unknown key 'memory'"]),
+        ("memory: 4GB", ["memory", "'4GB'", "such as 4GiB"]),
+        ("memory: 4", ["memory", "MiB, GiB or TiB"]),
+        ("memory: -4GiB", ["memory", "'-4GiB'"]),
+        ("memory: 0GiB", ["memory", "from 1"]),
+        ("admin: 50052", ["admin", "HOST:PORT"]),
+        ("admin: 0.0.0.0:50052", ["admin", "on this machine alone"]),
+        ("{admin: '10.0.0.1:50052', insecure: true}", ["admin", "on this machine alone"]),
+        ("telemetry: http://collector", ["telemetry", "true and false"]),
         ("tokens_file: tokens", ["unknown key 'tokens_file'"]),
         ("limits: {max_k: '5'}", ["limits.max_k", "'5'", "integers"]),
         ("limits: {max_k: true}", ["limits.max_k", "True"]),
@@ -85,6 +92,14 @@ def test_mistakes_are_told(tmp_path: Path, text: str, words: list[str]) -> None:
         load(tmp_path, text)
     for word in ["server.yaml", *words]:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("4GiB", 4 << 30), ("1.5 GiB", 3 << 29), ("512MiB", 512 << 20), ("1TiB", 1 << 40)],
+)
+def test_memory_has_a_unit(tmp_path: Path, text: str, size: int) -> None:
+    assert load(tmp_path, f"memory: {text}").memory == size
 
 
 def test_unreadable_file(tmp_path: Path) -> None:

@@ -194,14 +194,16 @@ class Limits(_message.Message):
     def __init__(self, max_k: _Optional[int] = ..., max_queries: _Optional[int] = ..., max_message_bytes: _Optional[int] = ...) -> None: ...
 
 class IndexSummary(_message.Message):
-    __slots__ = ("name", "health", "health_reason")
+    __slots__ = ("name", "health", "health_reason", "version")
     NAME_FIELD_NUMBER: _ClassVar[int]
     HEALTH_FIELD_NUMBER: _ClassVar[int]
     HEALTH_REASON_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     name: str
     health: Health
     health_reason: str
-    def __init__(self, name: _Optional[str] = ..., health: _Optional[_Union[Health, str]] = ..., health_reason: _Optional[str] = ...) -> None: ...
+    version: str
+    def __init__(self, name: _Optional[str] = ..., health: _Optional[_Union[Health, str]] = ..., health_reason: _Optional[str] = ..., version: _Optional[str] = ...) -> None: ...
 
 class ListIndexesRequest(_message.Message):
     __slots__ = ()
@@ -262,20 +264,22 @@ class LayerInfo(_message.Message):
     def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., d_in: _Optional[int] = ..., d_out: _Optional[int] = ..., bias: bool = ..., rows: _Optional[int] = ..., row_space: _Optional[int] = ..., values: bool = ..., columns: _Optional[_Iterable[_Union[ColumnInfo, _Mapping]]] = ..., inexact: _Optional[_Iterable[_Union[InexactMark, _Mapping]]] = ...) -> None: ...
 
 class IndexInfo(_message.Message):
-    __slots__ = ("name", "health", "health_reason", "steps", "optimizer", "layers")
+    __slots__ = ("name", "health", "health_reason", "steps", "optimizer", "layers", "version")
     NAME_FIELD_NUMBER: _ClassVar[int]
     HEALTH_FIELD_NUMBER: _ClassVar[int]
     HEALTH_REASON_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     name: str
     health: Health
     health_reason: str
     steps: int
     optimizer: str
     layers: _containers.RepeatedCompositeFieldContainer[LayerInfo]
-    def __init__(self, name: _Optional[str] = ..., health: _Optional[_Union[Health, str]] = ..., health_reason: _Optional[str] = ..., steps: _Optional[int] = ..., optimizer: _Optional[str] = ..., layers: _Optional[_Iterable[_Union[LayerInfo, _Mapping]]] = ...) -> None: ...
+    version: str
+    def __init__(self, name: _Optional[str] = ..., health: _Optional[_Union[Health, str]] = ..., health_reason: _Optional[str] = ..., steps: _Optional[int] = ..., optimizer: _Optional[str] = ..., layers: _Optional[_Iterable[_Union[LayerInfo, _Mapping]]] = ..., version: _Optional[str] = ...) -> None: ...
 
 class Plan(_message.Message):
     __slots__ = ("strategy", "reason", "costs")
@@ -330,7 +334,7 @@ class TopKRequest(_message.Message):
     def __init__(self, index: _Optional[str] = ..., layer: _Optional[str] = ..., queries: _Optional[_Union[Tensor, _Mapping]] = ..., k: _Optional[int] = ..., where: _Optional[_Union[Filter, _Mapping]] = ..., group_by: _Optional[str] = ..., order: _Optional[_Union[Order, str]] = ..., rank_by: _Optional[_Union[RankBy, str]] = ..., unit: _Optional[int] = ..., at_step: _Optional[int] = ..., distinct: _Optional[str] = ..., strategy: _Optional[_Union[Strategy, str]] = ..., explain_plan: bool = ..., max_residual: _Optional[float] = ..., direction: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
 
 class TopKResponse(_message.Message):
-    __slots__ = ("rows", "scores", "columns", "groups", "coverage", "counts", "plan")
+    __slots__ = ("rows", "scores", "columns", "groups", "coverage", "counts", "plan", "index_version")
     ROWS_FIELD_NUMBER: _ClassVar[int]
     SCORES_FIELD_NUMBER: _ClassVar[int]
     COLUMNS_FIELD_NUMBER: _ClassVar[int]
@@ -338,6 +342,7 @@ class TopKResponse(_message.Message):
     COVERAGE_FIELD_NUMBER: _ClassVar[int]
     COUNTS_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
+    INDEX_VERSION_FIELD_NUMBER: _ClassVar[int]
     rows: Tensor
     scores: Tensor
     columns: _containers.RepeatedCompositeFieldContainer[Column]
@@ -345,7 +350,8 @@ class TopKResponse(_message.Message):
     coverage: Coverage
     counts: Tensor
     plan: Plan
-    def __init__(self, rows: _Optional[_Union[Tensor, _Mapping]] = ..., scores: _Optional[_Union[Tensor, _Mapping]] = ..., columns: _Optional[_Iterable[_Union[Column, _Mapping]]] = ..., groups: _Optional[_Union[Column, _Mapping]] = ..., coverage: _Optional[_Union[Coverage, _Mapping]] = ..., counts: _Optional[_Union[Tensor, _Mapping]] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ...) -> None: ...
+    index_version: str
+    def __init__(self, rows: _Optional[_Union[Tensor, _Mapping]] = ..., scores: _Optional[_Union[Tensor, _Mapping]] = ..., columns: _Optional[_Iterable[_Union[Column, _Mapping]]] = ..., groups: _Optional[_Union[Column, _Mapping]] = ..., coverage: _Optional[_Union[Coverage, _Mapping]] = ..., counts: _Optional[_Union[Tensor, _Mapping]] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., index_version: _Optional[str] = ...) -> None: ...
 
 class SumsRequest(_message.Message):
     __slots__ = ("index", "layer", "queries", "group_by", "absolute", "where", "bins", "strategy", "explain_plan")
@@ -370,18 +376,20 @@ class SumsRequest(_message.Message):
     def __init__(self, index: _Optional[str] = ..., layer: _Optional[str] = ..., queries: _Optional[_Union[Tensor, _Mapping]] = ..., group_by: _Optional[str] = ..., absolute: bool = ..., where: _Optional[_Union[Filter, _Mapping]] = ..., bins: _Optional[_Iterable[float]] = ..., strategy: _Optional[_Union[Strategy, str]] = ..., explain_plan: bool = ...) -> None: ...
 
 class SumsResponse(_message.Message):
-    __slots__ = ("groups", "values", "counts", "coverage", "plan")
+    __slots__ = ("groups", "values", "counts", "coverage", "plan", "index_version")
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     VALUES_FIELD_NUMBER: _ClassVar[int]
     COUNTS_FIELD_NUMBER: _ClassVar[int]
     COVERAGE_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
+    INDEX_VERSION_FIELD_NUMBER: _ClassVar[int]
     groups: Column
     values: Tensor
     counts: Tensor
     coverage: Coverage
     plan: Plan
-    def __init__(self, groups: _Optional[_Union[Column, _Mapping]] = ..., values: _Optional[_Union[Tensor, _Mapping]] = ..., counts: _Optional[_Union[Tensor, _Mapping]] = ..., coverage: _Optional[_Union[Coverage, _Mapping]] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ...) -> None: ...
+    index_version: str
+    def __init__(self, groups: _Optional[_Union[Column, _Mapping]] = ..., values: _Optional[_Union[Tensor, _Mapping]] = ..., counts: _Optional[_Union[Tensor, _Mapping]] = ..., coverage: _Optional[_Union[Coverage, _Mapping]] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., index_version: _Optional[str] = ...) -> None: ...
 
 class DualOutputRequest(_message.Message):
     __slots__ = ("index", "layer", "queries", "where", "at_step", "group_by", "strategy", "explain_plan", "max_residual")
@@ -406,7 +414,7 @@ class DualOutputRequest(_message.Message):
     def __init__(self, index: _Optional[str] = ..., layer: _Optional[str] = ..., queries: _Optional[_Union[Tensor, _Mapping]] = ..., where: _Optional[_Union[Filter, _Mapping]] = ..., at_step: _Optional[int] = ..., group_by: _Optional[str] = ..., strategy: _Optional[_Union[Strategy, str]] = ..., explain_plan: bool = ..., max_residual: _Optional[float] = ...) -> None: ...
 
 class DualOutputResponse(_message.Message):
-    __slots__ = ("values", "initial", "trained", "groups", "counts", "coverage", "residual", "plan")
+    __slots__ = ("values", "initial", "trained", "groups", "counts", "coverage", "residual", "plan", "index_version")
     VALUES_FIELD_NUMBER: _ClassVar[int]
     INITIAL_FIELD_NUMBER: _ClassVar[int]
     TRAINED_FIELD_NUMBER: _ClassVar[int]
@@ -415,6 +423,7 @@ class DualOutputResponse(_message.Message):
     COVERAGE_FIELD_NUMBER: _ClassVar[int]
     RESIDUAL_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
+    INDEX_VERSION_FIELD_NUMBER: _ClassVar[int]
     values: Tensor
     initial: Tensor
     trained: Tensor
@@ -423,7 +432,8 @@ class DualOutputResponse(_message.Message):
     coverage: Coverage
     residual: Tensor
     plan: Plan
-    def __init__(self, values: _Optional[_Union[Tensor, _Mapping]] = ..., initial: _Optional[_Union[Tensor, _Mapping]] = ..., trained: _Optional[_Union[Tensor, _Mapping]] = ..., groups: _Optional[_Union[Column, _Mapping]] = ..., counts: _Optional[_Union[Tensor, _Mapping]] = ..., coverage: _Optional[_Union[Coverage, _Mapping]] = ..., residual: _Optional[_Union[Tensor, _Mapping]] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ...) -> None: ...
+    index_version: str
+    def __init__(self, values: _Optional[_Union[Tensor, _Mapping]] = ..., initial: _Optional[_Union[Tensor, _Mapping]] = ..., trained: _Optional[_Union[Tensor, _Mapping]] = ..., groups: _Optional[_Union[Column, _Mapping]] = ..., counts: _Optional[_Union[Tensor, _Mapping]] = ..., coverage: _Optional[_Union[Coverage, _Mapping]] = ..., residual: _Optional[_Union[Tensor, _Mapping]] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., index_version: _Optional[str] = ...) -> None: ...
 
 class ExplainLayer(_message.Message):
     __slots__ = ("layer", "queries")
@@ -466,10 +476,12 @@ class ExplainedLayer(_message.Message):
     def __init__(self, layer: _Optional[str] = ..., top_k: _Optional[_Union[TopKResponse, _Mapping]] = ..., sums: _Optional[_Union[SumsResponse, _Mapping]] = ..., output: _Optional[_Union[DualOutputResponse, _Mapping]] = ...) -> None: ...
 
 class ExplainResponse(_message.Message):
-    __slots__ = ("layers",)
+    __slots__ = ("layers", "index_version")
     LAYERS_FIELD_NUMBER: _ClassVar[int]
+    INDEX_VERSION_FIELD_NUMBER: _ClassVar[int]
     layers: _containers.RepeatedCompositeFieldContainer[ExplainedLayer]
-    def __init__(self, layers: _Optional[_Iterable[_Union[ExplainedLayer, _Mapping]]] = ...) -> None: ...
+    index_version: str
+    def __init__(self, layers: _Optional[_Iterable[_Union[ExplainedLayer, _Mapping]]] = ..., index_version: _Optional[str] = ...) -> None: ...
 
 class StreamWeightsRequest(_message.Message):
     __slots__ = ("index", "layer", "queries")
@@ -482,12 +494,14 @@ class StreamWeightsRequest(_message.Message):
     def __init__(self, index: _Optional[str] = ..., layer: _Optional[str] = ..., queries: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
 
 class StreamWeightsResponse(_message.Message):
-    __slots__ = ("start", "weights")
+    __slots__ = ("start", "weights", "index_version")
     START_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    INDEX_VERSION_FIELD_NUMBER: _ClassVar[int]
     start: int
     weights: Tensor
-    def __init__(self, start: _Optional[int] = ..., weights: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
+    index_version: str
+    def __init__(self, start: _Optional[int] = ..., weights: _Optional[_Union[Tensor, _Mapping]] = ..., index_version: _Optional[str] = ...) -> None: ...
 
 class GetExamplesRequest(_message.Message):
     __slots__ = ("index", "ids")
@@ -508,7 +522,9 @@ class Example(_message.Message):
     def __init__(self, id: _Optional[_Union[Value, _Mapping]] = ..., data: _Optional[bytes] = ..., text: _Optional[str] = ...) -> None: ...
 
 class GetExamplesResponse(_message.Message):
-    __slots__ = ("examples",)
+    __slots__ = ("examples", "index_version")
     EXAMPLES_FIELD_NUMBER: _ClassVar[int]
+    INDEX_VERSION_FIELD_NUMBER: _ClassVar[int]
     examples: _containers.RepeatedCompositeFieldContainer[Example]
-    def __init__(self, examples: _Optional[_Iterable[_Union[Example, _Mapping]]] = ...) -> None: ...
+    index_version: str
+    def __init__(self, examples: _Optional[_Iterable[_Union[Example, _Mapping]]] = ..., index_version: _Optional[str] = ...) -> None: ...

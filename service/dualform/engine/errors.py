@@ -24,15 +24,26 @@ class EngineError(DualformError):
         message: What was given, what is allowed, how to get there.
         field: The request's field at fault, such as "queries" or "where", if it is one field.
         reason: Stable UPPER_SNAKE_CASE word for programs (google.rpc.ErrorInfo.reason).
+        retry_after: Seconds after which asking again makes sense, if it does.
     """
 
     code: ClassVar[str] = "INTERNAL"
     default_reason: ClassVar[str] = "INTERNAL"
 
     def __init__(
-        self, message: str, *, field: str | None = None, reason: str | None = None
+        self,
+        message: str,
+        *,
+        field: str | None = None,
+        reason: str | None = None,
+        retry_after: float | None = None,
     ) -> None:
-        super().__init__(message, reason=reason or self.default_reason, field=field)
+        super().__init__(
+            message,
+            reason=reason or self.default_reason,
+            field=field,
+            retry_after=retry_after,
+        )
 
     def detached(self) -> EngineError:
         """The same refusal without traceback, cause and context, to be kept.
@@ -40,7 +51,13 @@ class EngineError(DualformError):
         A traceback holds every frame that it went through, and with them the request; kept by one
         of these frames, it is a cycle that only the garbage collector ends.
         """
-        return type(self)(str(self), field=self.field, reason=self.reason)
+        return self.saying(str(self))
+
+    def saying(self, message: str) -> EngineError:
+        """The same refusal in other words."""
+        return type(self)(
+            message, field=self.field, reason=self.reason, retry_after=self.retry_after
+        )
 
 
 class InvalidArgumentError(EngineError):

@@ -19,6 +19,7 @@ import grpc
 
 from dualform.engine.errors import DataLossError
 from dualform.serve.access import Access, Client
+from dualform.serve.budget import MemoryBudget
 from dualform.serve.reading import RequestReader
 from dualform.serve.scans import Asker
 from dualform.serve.status import Refusal, refuse
@@ -67,6 +68,7 @@ class Calls:
     Args:
         access: Tells who may ask.
         reader: Reads the requests.
+        memory: Counts answers until they are sent.
         damage_found: Awaited after an answer failed because of a damaged file.
         ended: Told of every call that ended.
         unread: Seconds after which a stream ends that its client does not read; UNREAD_S if None.
@@ -76,12 +78,14 @@ class Calls:
         self,
         access: Access,
         reader: RequestReader,
+        memory: MemoryBudget,
         damage_found: Callable[[], Awaitable[None]],
         ended: Callable[[Call], None] = lambda call: None,
         unread: float | None = None,
     ) -> None:
         self._access = access
         self._reader = reader
+        self._memory = memory
         self._damage_found = damage_found
         self._ended = ended
         self._unread = UNREAD_S if unread is None else unread
@@ -97,6 +101,10 @@ class Calls:
                     await self._refuse(call, found, context)
                     return b""
                 context.set_trailing_metadata(((REQUEST_ID, call.request_id),))
+                # Once more in gRPC, until the client has taken it.
+                held = 2 * len(found)
+                self._memory.hold(held)
+                context.add_done_callback(lambda _: self._memory.give(held))
                 return found
 
         return grpc.stream_unary_rpc_method_handler(handle)

@@ -7,7 +7,7 @@ import logging
 import signal
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dualform.serve import policy
 from dualform.serve.config import ConfigError, ServerConfig
@@ -33,8 +33,8 @@ def run(config: ServerConfig, again: Callable[[], ServerConfig] | None = None) -
     Returns:
         Exit status: 0 after a drain, 2 where nothing can be served as configured.
     """
-    # Its default is to kill, and it may come before there is anything to read again.
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    # Its default is to kill, and it may come before there is anything to read again: then it waits.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
     policy.apply()
     from dualform.serve.reports import set_up_logs
 
@@ -99,29 +99,27 @@ async def _serve(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, told)
-    server = Server(config, catalog)
-    reloads: set[asyncio.Task[None]] = set()
-    one_at_a_time = asyncio.Lock()
-
-    async def reload() -> None:
-        async with one_at_a_time:
-            try:
-                await server.reload(config if again is None else again())
-            except Exception as error:
-                _LOG.error("nothing was changed: %s", error)
+    server = Server(config, catalog, again)
+    reloads: set[asyncio.Task[Any]] = set()
 
     def reload_soon() -> None:
-        task = loop.create_task(reload())
+        task = loop.create_task(server.reload_again())
         reloads.add(task)
         task.add_done_callback(reloads.discard)
 
     loop.add_signal_handler(signal.SIGHUP, reload_soon)
-    address = await server.start()
-    print(f"listening on {address}", flush=True)
-    await stop.wait()
-    _LOG.info("draining: no new questions; running ones finish first")
-    await server.drain(hurry)
-    _LOG.info("drained")
+    # One that came while Python imported is taken now.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])
+    try:
+        address = await server.start()
+        print(f"listening on {address}", flush=True)
+        await stop.wait()
+        _LOG.info("draining: no new questions; running ones finish first")
+        await server.drain(hurry)
+        _LOG.info("drained")
+    finally:
+        # The loop will leave it to its default, which kills.
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
 
 
 def _report(catalog: Catalog) -> None:

@@ -7,6 +7,7 @@ thread policy matters.
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -16,6 +17,7 @@ import yaml
 
 from dualform._errors import DualformError
 
+_BYTES = {"MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _DEVICES = ("auto", "cpu", "cuda")
 _LOGS = ("text", "json")
 
@@ -85,6 +87,10 @@ class ServerConfig:
         tokens: File of bearer tokens, see `dualform.serve.access`; None lets everyone ask.
         open_health: Health checks need no token.
         metrics: "HOST:PORT" where Prometheus finds metrics; None for nowhere.
+        admin: "HOST:PORT", on loopback, where `dualform admin` is answered; None for nowhere.
+        memory: Bytes of memory, not counting mapped files, that the process stays below; None for
+            no limit.
+        telemetry: Trace calls with OpenTelemetry, as its own environment variables say.
         log: "text" or "json" lines.
 
     Raises:
@@ -105,10 +111,13 @@ class ServerConfig:
     tokens: Path | None = None
     open_health: bool = False
     metrics: str | None = None
+    admin: str | None = None
+    memory: int | None = None
+    telemetry: bool = False
     log: str = "text"
 
     def __post_init__(self) -> None:
-        for name in ("insecure", "open_health"):
+        for name in ("insecure", "open_health", "telemetry"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ConfigError(f"{name} is {value!r}; allowed are true and false")
@@ -130,6 +139,13 @@ class ServerConfig:
                     f"metrics is {self.metrics!r}: anyone who reaches {host} could read them, "
                     "unencrypted; use 127.0.0.1, or say `insecure: true`"
                 )
+        if self.admin is not None and not _is_loopback(split_address("admin", self.admin)[0]):
+            raise ConfigError(
+                f"admin is {self.admin!r}: it asks nobody who they are, so it is on this machine "
+                "alone, such as 127.0.0.1:50052"
+            )
+        if self.memory is not None:
+            _check_integer("memory", self.memory, 1, 1 << 60)
 
     @property
     def host(self) -> str:
@@ -173,6 +189,8 @@ class ServerConfig:
             values["tls"] = _tls(values["tls"], folder)
         if values.get("tokens") is not None:
             values["tokens"] = _path("tokens", values["tokens"], folder)
+        if values.get("memory") is not None:
+            values["memory"] = _bytes("memory", values["memory"])
         return cls(**values)
 
 
@@ -228,6 +246,14 @@ def _path(name: str, value: Any, folder: Path) -> Path:
     if not isinstance(value, str) or not value:
         raise ConfigError(f"{name} is {value!r}; a path is needed")
     return folder / Path(value).expanduser()
+
+
+def _bytes(name: str, value: Any) -> int:
+    """A number with its unit, as bytes."""
+    given = re.fullmatch(r"(\d+(?:\.\d+)?) ?(MiB|GiB|TiB)", value if isinstance(value, str) else "")
+    if given is None:
+        raise ConfigError(f"{name} is {value!r}; say how many MiB, GiB or TiB, such as 4GiB")
+    return int(float(given[1]) * _BYTES[given[2]])
 
 
 def _check_integer(name: str, value: Any, least: int, most: int) -> None:

@@ -8,6 +8,7 @@ together: whether they are alike must be known before.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import grpc
@@ -15,6 +16,7 @@ from google.protobuf.message import DecodeError
 
 from dualform.engine.errors import EngineError, InvalidArgumentError
 from dualform.engine.messages.catalog import Catalog
+from dualform.serve.budget import MemoryBudget
 from dualform.serve.calls import Answer, Call, Calls, Parts
 from dualform.serve.costs import Experience, kind_of
 from dualform.serve.joined import MOST_BYTES, JoinedScans
@@ -34,8 +36,18 @@ _SECONDS_PER_BYTE = 1e-8
 _MOST_LETTERS = 100
 
 
+@dataclass(frozen=True)
+class _Service:
+    """What all methods answer with."""
+
+    catalog: Catalog
+    scans: ScanQueue
+    experience: Experience
+    memory: MemoryBudget
+
+
 def attribution_handlers(
-    catalog: Catalog, scans: ScanQueue, calls: Calls
+    catalog: Catalog, scans: ScanQueue, calls: Calls, memory: MemoryBudget
 ) -> grpc.GenericRpcHandler[bytes, bytes]:
     """Handlers of every method of `dualform.v1.AttributionService`.
 
@@ -43,11 +55,12 @@ def attribution_handlers(
         catalog: Answers.
         scans: Runs what is not cheap.
         calls: What all methods share.
+        memory: What the catalog takes for an answer is given back to it.
     """
-    experience = Experience()
+    service = _Service(catalog, scans, Experience(), memory)
     handlers = {}
     for method in SERVICE.methods:
-        shared = (method.name, method.input_type.name, catalog, scans, experience)
+        shared = (method.name, method.input_type.name, service)
         handlers[method.name] = (
             calls.stream(method.name, _parts(*shared))
             if method.server_streaming
@@ -56,9 +69,9 @@ def attribution_handlers(
     return grpc.method_handlers_generic_handler(SERVICE.full_name, handlers)
 
 
-def _answer(
-    method: str, request_name: str, catalog: Catalog, scans: ScanQueue, experience: Experience
-) -> Answer:
+def _answer(method: str, request_name: str, service: _Service) -> Answer:
+    catalog, scans, experience = service.catalog, service.scans, service.experience
+
     def decoded(call: Call, data: bytes) -> Any:
         request = _decoded(request_name, data)
         _admit(call, request, catalog)
@@ -66,12 +79,13 @@ def _answer(
 
     def answer_all(requests: Sequence[Any], stop: Stop) -> list[_Found | Refusal]:
         wanted = _plans_asked(requests)
-        if len(requests) == 1:
-            return [_found(catalog.answer(requests[0], stop), wanted)]
-        return [
-            Refusal.of(found) if isinstance(found, EngineError) else _found(found, wanted)
-            for found in catalog.answer_together(requests, stop)
-        ]
+        with service.memory.lease():
+            if len(requests) == 1:
+                return [_found(catalog.answer(requests[0], stop), wanted)]
+            return [
+                Refusal.of(found) if isinstance(found, EngineError) else _found(found, wanted)
+                for found in catalog.answer_together(requests, stop)
+            ]
 
     joined = JoinedScans(scans, answer_all, method)
 
@@ -112,10 +126,9 @@ def _answer(
     return answered
 
 
-def _parts(
-    method: str, request_name: str, catalog: Catalog, scans: ScanQueue, experience: Experience
-) -> Parts:
+def _parts(method: str, request_name: str, service: _Service) -> Parts:
     """An answer in parts: each is computed once the client has taken the one before."""
+    catalog, scans, experience = service.catalog, service.scans, service.experience
 
     async def sent(call: Call, data: bytes) -> AsyncGenerator[bytes | Refusal, None]:
         current: list[Stop] = []
@@ -123,12 +136,13 @@ def _parts(
 
         def next_part(stop: Stop) -> bytes | None:
             current[:] = [stop]
-            if not parts:
-                request = _decoded(request_name, data)
-                _admit(call, request, catalog)
-                parts.append(catalog.stream(request, lambda: current[0]()))
-            part = next(parts[0], None)
-            return None if part is None else bytes(part.SerializeToString())
+            with service.memory.lease():
+                if not parts:
+                    request = _decoded(request_name, data)
+                    _admit(call, request, catalog)
+                    parts.append(catalog.stream(request, lambda: current[0]()))
+                part = next(parts[0], None)
+                return None if part is None else bytes(part.SerializeToString())
 
         kind = (method, len(data).bit_length())
         asker = call.asker

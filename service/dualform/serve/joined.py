@@ -123,6 +123,7 @@ class JoinedScans:
         answers = [found] * len(batch.members) if isinstance(found, Refusal) else found
         for member, result in zip(batch.members, answers, strict=True):
             member.asker.queued_s, member.asker.computed_s = asker.queued_s, asker.computed_s
+            member.asker.joined = len(answers) > 1
             if not member.answer.done():
                 member.answer.set_result(result)
 

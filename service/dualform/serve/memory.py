@@ -28,13 +28,14 @@ class Heap:
             self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         self._least = 0
 
-    def give_back(self) -> None:
-        """Return what is free, once the process has grown by 32 MiB since it was smallest."""
+    def give_back(self, always: bool = False) -> None:
+        """Return what is free, once the process has grown by 32 MiB since it was smallest; or
+        always."""
         if self._trim is None:
             return
         with self._lock:
             now = anonymous_bytes()
-            if now > self._least + _SLACK:
+            if always or now > self._least + _SLACK:
                 self._trim(0)
                 self._least = anonymous_bytes()
             else:

@@ -15,6 +15,8 @@ from typing import Any
 
 import grpc
 
+from dualform.engine.errors import ResourceExhaustedError
+from dualform.serve.budget import MemoryBudget
 from dualform.serve.memory import heap
 from dualform.serve.status import Refusal, busy
 from dualform.serve.waiting import within
@@ -35,10 +37,14 @@ class RequestReader:
     Args:
         budget: Bytes of requests above 1 MiB that may be in memory, waiting or worked on.
         patience: Seconds after which a message must be whole.
+        memory: What these bytes count against; None for nothing.
     """
 
-    def __init__(self, budget: int, patience: float = PATIENCE_S) -> None:
+    def __init__(
+        self, budget: int, patience: float = PATIENCE_S, memory: MemoryBudget | None = None
+    ) -> None:
         self._budget = budget
+        self._memory = memory or MemoryBudget(None)
         self._patience = patience
         self._held = 0
         self._places = asyncio.Semaphore(AT_ONCE)
@@ -66,11 +72,18 @@ class RequestReader:
                 "allowed (limits.waiting_mib)"
             )
             size = 0
+        # As it came, and decoded.
+        taken = 2 * size
+        try:
+            self._memory.take(taken)
+        except ResourceExhaustedError as error:
+            data, size, taken = Refusal.of(error), 0, 0
         self._held += size
         try:
             yield data
         finally:
             self._held -= size
+            self._memory.give(taken)
             if large:  # nobody waits for it, and where no scan ran nobody else does it
                 asyncio.get_running_loop().run_in_executor(None, heap.give_back)
 

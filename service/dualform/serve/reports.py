@@ -8,14 +8,19 @@ from __future__ import annotations
 import json
 import logging
 import re
+import resource
 import sys
 import time
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
+from dualform.serve.budget import MemoryBudget
 from dualform.serve.calls import Call
 from dualform.serve.config import ConfigError, split_address
+from dualform.serve.memory import anonymous_bytes
 from dualform.serve.reading import RequestReader
 from dualform.serve.scans import ScanQueue
+from dualform.serve.telemetry import Telemetry
 
 _PLAIN = re.compile(r"[A-Za-z0-9_.,:/@+-]*")
 _CALLS = logging.getLogger("dualform.calls")
@@ -43,6 +48,22 @@ def set_up_logs(style: str) -> None:
     logging.getLogger("dualform").setLevel(logging.INFO)
 
 
+class IndexState(NamedTuple):
+    """What metrics tell of an index.
+
+    Attributes:
+        name: It is served under.
+        version: Which.
+        healthy: Whether it is served.
+        resident: Gives the share of its keys that is in the page cache.
+    """
+
+    name: str
+    version: str
+    healthy: bool
+    resident: Callable[[], float]
+
+
 class Reports:
     """Counts and logs the calls that ended.
 
@@ -50,26 +71,38 @@ class Reports:
         metrics: Whether to count.
         scans: Whose queue is shown.
         reader: Whose bytes are shown.
+        memory: Whose promises are shown.
+        telemetry: Traces; None without.
 
     Raises:
         ConfigError: Metrics are wanted and prometheus-client is not installed.
     """
 
-    def __init__(self, metrics: bool, scans: ScanQueue, reader: RequestReader) -> None:
-        self._metrics = _Metrics(scans, reader) if metrics else None
+    def __init__(
+        self,
+        metrics: bool,
+        scans: ScanQueue,
+        reader: RequestReader,
+        memory: MemoryBudget,
+        telemetry: Telemetry | None = None,
+    ) -> None:
+        self._telemetry = telemetry
+        self._metrics = _Metrics(scans, reader, memory) if metrics else None
 
     def ended(self, call: Call) -> None:
         """One call ended: a line, and the counts."""
         facts = facts_of(call)
         text = " ".join(f"{name}={_word(value)}" for name, value in facts.items())
         _CALLS.info("%s", text, extra={"facts": facts})
+        if self._telemetry is not None:
+            self._telemetry.ended(facts)
         if self._metrics is not None:
             self._metrics.count(call)
 
-    def set_index(self, name: str, version: str, healthy: bool) -> None:
-        """Which version of an index is served, and whether it is."""
+    def set_indexes(self, states: Sequence[IndexState]) -> None:
+        """All indexes that are served now."""
         if self._metrics is not None:
-            self._metrics.set_index(name, version, healthy)
+            self._metrics.set_indexes(states)
 
     def serve(self, address: str) -> None:
         """Show the metrics there.
@@ -81,9 +114,11 @@ class Reports:
             self._metrics.serve(address)
 
     def close(self) -> None:
-        """Show them no more."""
+        """Show them no more, and send what is left of the traces."""
         if self._metrics is not None:
             self._metrics.close()
+        if self._telemetry is not None:
+            self._telemetry.close()
 
 
 def facts_of(call: Call) -> dict[str, Any]:
@@ -123,12 +158,26 @@ class _JsonLines(logging.Formatter):
         return json.dumps(line)
 
 
+class _PageFaults:
+    """Pages that this process waited for while they were read from disk."""
+
+    def __init__(self, prometheus: Any) -> None:
+        self._metric = prometheus.core.CounterMetricFamily
+
+    def collect(self) -> Iterator[Any]:
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+        yield self._metric(
+            "dualform_major_page_faults", "Pages read from disk as they were needed.", faults
+        )
+
+
 class _Metrics:
     """The counters; prometheus-client is imported here alone."""
 
-    def __init__(self, scans: ScanQueue, reader: RequestReader) -> None:
+    def __init__(self, scans: ScanQueue, reader: RequestReader, memory: MemoryBudget) -> None:
         try:
             import prometheus_client as prometheus
+            import prometheus_client.core
         except ImportError:
             raise ConfigError(
                 "metrics need prometheus-client: pip install 'dualform[metrics]'"
@@ -164,6 +213,19 @@ class _Metrics:
         self._strategies = prometheus.Counter(
             "dualform_strategy", "Answers by strategy.", (*method, "strategy"), registry=registry
         )
+        self._joined = prometheus.Counter(
+            "dualform_joined",
+            "Questions that another's scan answered along with its own.",
+            method,
+            registry=registry,
+        )
+        registry.register(_PageFaults(prometheus))
+        self._resident = prometheus.Gauge(
+            "dualform_index_resident_ratio",
+            "Share of the index's keys in the page cache.",
+            ("index",),
+            registry=registry,
+        )
         self._indexes = prometheus.Gauge(
             "dualform_index_serving",
             "1 while the index is served, 0 while it is damaged.",
@@ -176,6 +238,18 @@ class _Metrics:
             "dualform_scans_waiting": ("Questions that wait.", lambda: scans.waiting),
             "dualform_streams": ("Answers that are sent in parts.", lambda: scans.streams),
             "dualform_request_bytes": ("Requests above 1 MiB in memory.", lambda: reader.held),
+            "dualform_memory_anonymous_bytes": (
+                "Memory that no file backs.",
+                anonymous_bytes,
+            ),
+            "dualform_memory_promised_bytes": (
+                "Memory promised to questions, requests and answers.",
+                lambda: memory.promised,
+            ),
+            "dualform_memory_limit_bytes": (
+                "What `memory` allows; 0 for no limit.",
+                lambda: memory.limit or 0,
+            ),
         }
         for name, (text, value) in shown.items():
             prometheus.Gauge(name, text, registry=registry).set_function(value)
@@ -187,17 +261,24 @@ class _Metrics:
         if call.asker.computed_s:
             self._queued.labels(method).observe(call.asker.queued_s)
             self._computed.labels(method).observe(call.asker.computed_s)
+        if call.asker.joined:
+            self._joined.labels(method).inc()
         if call.code == "OK" and "rows" in call.facts:
             self._rows.labels(call.facts["index"]).inc(call.facts["rows"])
         if "strategy" in call.facts:
             self._strategies.labels(method, call.facts["strategy"]).inc()
 
-    def set_index(self, name: str, version: str, healthy: bool) -> None:
-        before = self._versions.get(name)
-        if before is not None and before != version:
-            self._indexes.remove(name, before)
-        self._versions[name] = version
-        self._indexes.labels(name, version).set(healthy)
+    def set_indexes(self, states: Sequence[IndexState]) -> None:
+        now = {state.name: state.version for state in states}
+        for name, version in self._versions.items():
+            if now.get(name) != version:
+                self._indexes.remove(name, version)
+            if name not in now:
+                self._resident.remove(name)
+        self._versions = now
+        for state in states:
+            self._indexes.labels(state.name, state.version).set(state.healthy)
+            self._resident.labels(state.name).set_function(state.resident)
 
     def serve(self, address: str) -> None:
         host, port = split_address("metrics", address)

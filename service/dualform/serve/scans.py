@@ -46,6 +46,7 @@ class Asker:
         seconds: What it will take, by experience; None where there is none.
         queued_s: How long it waited; the last scan of several.
         computed_s: How long its scans took.
+        joined: It was answered along with others.
     """
 
     client: str = ""
@@ -53,6 +54,7 @@ class Asker:
     seconds: float | None = None
     queued_s: float = 0.0
     computed_s: float = 0.0
+    joined: bool = False
 
     @property
     def cheap(self) -> bool:

@@ -11,7 +11,9 @@ import errno
 import logging
 import socket
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import grpc
@@ -19,15 +21,20 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from dualform.engine.errors import CancelledError
 from dualform.engine.messages.catalog import Catalog, Limits
+from dualform.engine.messages.versions import Change
 from dualform.serve.access import Access, TokenInterceptor
+from dualform.serve.admin import AdminServer
+from dualform.serve.budget import MemoryBudget
 from dualform.serve.calls import Calls
 from dualform.serve.config import ConfigError, ServerConfig
 from dualform.serve.handlers import SERVICE, attribution_handlers
 from dualform.serve.health import HEALTH_SERVICE, HealthBoard
 from dualform.serve.memory import heap
-from dualform.serve.reading import RequestReader
-from dualform.serve.reports import Reports
+from dualform.serve.reading import AT_ONCE, RequestReader
+from dualform.serve.reports import IndexState, Reports
 from dualform.serve.scans import ScanQueue
+from dualform.serve.status import Refusal
+from dualform.serve.telemetry import Telemetry
 from dualform.serve.tls import Certificates
 
 NOTICE_S = 0.5
@@ -40,7 +47,16 @@ MOST_CALLS = 2048
 _REFLECTED = (SERVICE.full_name, HEALTH_SERVICE, reflection.SERVICE_NAME)
 _REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
 # What a running server cannot take over.
-_FIXED = ("listen", "device", "limits", "insecure", "open_health", "metrics", "log")
+_FIXED = (
+    *("listen", "device", "limits", "insecure", "open_health", "metrics", "admin", "memory"),
+    *("telemetry", "log"),
+)
+_LEVELS = {
+    "opened": logging.INFO,
+    "kept": logging.DEBUG,
+    "refused": logging.ERROR,
+    "removed": logging.INFO,
+}
 
 _LOG = logging.getLogger("dualform.serve")
 
@@ -68,26 +84,47 @@ class Server:
     Args:
         config: Where to listen, and the limits.
         catalog: Open indexes; `drain` closes them.
+        again: Reads the configuration again; without it the same is taken.
     """
 
-    def __init__(self, config: ServerConfig, catalog: Catalog) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        catalog: Catalog,
+        again: Callable[[], ServerConfig] | None = None,
+    ) -> None:
         self._config = config
+        self._again = again or (lambda: config)
+        self._one_at_a_time = asyncio.Lock()
         self._catalog = catalog
         self._health = HealthBoard(catalog)
         self._scans = ScanQueue(config.limits.concurrent_scans, config.limits.queued_scans)
-        self._reader = RequestReader(config.limits.waiting_mib << 20)
+        message = config.limits.max_message_mib << 20
+        # Messages on their way in, each there twice, are counted once they are whole.
+        self._memory = MemoryBudget(config.memory, aside=2 * AT_ONCE * message)
+        if config.memory is not None:
+            catalog.limits = replace(catalog.limits, take=self._memory.take)
+        self._reader = RequestReader(config.limits.waiting_mib << 20, memory=self._memory)
         self._access = Access(config.tokens)
         self._certificates = None if config.tls is None else Certificates(config.tls)
-        self._reports = Reports(config.metrics is not None, self._scans, self._reader)
-        self._calls = Calls(self._access, self._reader, self._refresh, self._reports.ended)
+        self._telemetry = Telemetry() if config.telemetry else None
+        self._reports = Reports(
+            config.metrics is not None, self._scans, self._reader, self._memory, self._telemetry
+        )
+        self._calls = Calls(
+            self._access, self._reader, self._memory, self._refresh, self._reports.ended
+        )
+        self._admin = None
+        if config.admin is not None:
+            self._admin = AdminServer(config.admin, self.reload_again, self._health)
         self._stopping = threading.Event()
         self._sweeping: asyncio.Task[None] | None = None
-        message = config.limits.max_message_mib << 20
         exempt = [f"/{SERVICE.full_name}/"]
         if config.open_health:
             exempt.append(f"/{HEALTH_SERVICE}/")
+        traced = () if self._telemetry is None else self._telemetry.interceptors
         self._server = grpc.aio.server(
-            interceptors=[TokenInterceptor(self._access, tuple(exempt))],
+            interceptors=[*traced, TokenInterceptor(self._access, tuple(exempt))],
             options=[
                 ("grpc.max_receive_message_length", message),
                 ("grpc.max_send_message_length", message),
@@ -111,10 +148,11 @@ class Server:
             "HOST:PORT" with the port that was taken.
 
         Raises:
-            ConfigError: The address cannot be listened on.
+            ConfigError: An address cannot be listened on, or the memory is too little.
         """
+        self._memory.check()
         self._server.add_generic_rpc_handlers(
-            (attribution_handlers(self._catalog, self._scans, self._calls),)
+            (attribution_handlers(self._catalog, self._scans, self._calls, self._memory),)
         )
         self._health.add_to(self._server)
         reflection.enable_server_reflection(_REFLECTED, self._server)
@@ -130,51 +168,93 @@ class Server:
             )
         if self._config.metrics is not None:
             self._reports.serve(self._config.metrics)
+        if self._admin is not None:
+            await self._admin.start()
+            _LOG.info("admin listens on %s", self._admin.address)
         await self._server.start()
         heap.give_back()  # what opening the indexes left
         self._sweeping = asyncio.create_task(self._sweep())
         return f"{listen.rpartition(':')[0]}:{port}"
 
-    async def reload(self, config: ServerConfig) -> None:
+    async def reload_again(self) -> list[Change] | Refusal:
+        """Read the configuration again and `reload` it; what came of it, or why nothing did."""
+        async with self._one_at_a_time:
+            try:
+                return await self.reload(self._again())
+            except Exception as error:
+                _LOG.error("nothing was changed: %s", error)
+                message = f"nothing was changed: {error}"
+                return Refusal("FAILED_PRECONDITION", message, "BAD_CONFIGURATION")
+
+    async def reload(self, config: ServerConfig) -> list[Change]:
         """Take over what may change while serving: indexes, certificates and tokens.
 
         Calls go on meanwhile. What is wrong is logged and stays as it was.
 
         Args:
             config: As it is written now.
+
+        Returns:
+            What came of it.
         """
-        for name in _FIXED:
-            if getattr(config, name) != getattr(self._config, name):
-                _LOG.warning("%s has changed in the configuration; that takes a restart", name)
+        changes = [
+            Change(name, "refused", "", f"{name} has changed in the configuration: restart for it")
+            for name in _FIXED
+            if getattr(config, name) != getattr(self._config, name)
+        ]
+        changes += self._reload_tokens(config)
+        changes += self._reload_tls(config)
         try:
-            self._access.reload(config.tokens)
-            _LOG.info("tokens: %s", "none are needed" if config.tokens is None else "read again")
-        except ConfigError as error:
-            _LOG.error("the tokens stay as they were: %s", error)
-        if (config.tls is None) != (self._certificates is None):
-            _LOG.warning("tls was turned on or off in the configuration; that takes a restart")
-        elif config.tls is not None and self._certificates is not None:
-            try:
-                self._certificates.reload(config.tls)
-                _LOG.info("tls: certificate and key were read again, for new connections")
-            except ConfigError as error:
-                _LOG.error("the certificate stays as it was: %s", error)
-        try:
-            done = await asyncio.to_thread(
+            changes += await asyncio.to_thread(
                 self._catalog.reload, config.indexes, self._stopping.is_set
             )
         except ValueError as error:
-            done = [f"the indexes stay as they were: {error}"]
-        for words in done:
-            _LOG.info("%s", words)
+            changes.append(
+                Change("indexes", "refused", "", f"the indexes stay as they were: {error}")
+            )
+        _LOG.info("the configuration was read again")
+        for change in changes:
+            _LOG.log(_LEVELS[change.outcome], "%s", change.detail)
         await self._refresh()
+        return changes
+
+    def _reload_tokens(self, config: ServerConfig) -> list[Change]:
+        try:
+            self._access.reload(config.tokens)
+        except ConfigError as error:
+            return [Change("tokens", "refused", "", f"the tokens stay as they were: {error}")]
+        if config.tokens is None:
+            return []
+        return [Change("tokens", "opened", "", "tokens: read again, for new calls")]
+
+    def _reload_tls(self, config: ServerConfig) -> list[Change]:
+        if (config.tls is None) != (self._certificates is None):
+            what = "tls was turned on or off in the configuration: restart for it"
+            return [Change("tls", "refused", "", what)]
+        if config.tls is None or self._certificates is None:
+            return []
+        try:
+            self._certificates.reload(config.tls)
+        except ConfigError as error:
+            return [Change("tls", "refused", "", f"the certificate stays as it was: {error}")]
+        what = "tls: certificate and key were read again, for new connections"
+        return [Change("tls", "opened", "", what)]
 
     async def _refresh(self) -> None:
         """Health and metrics say what is known of the indexes now."""
         await self._health.refresh()
-        for name in self._catalog.names:
-            healthy = self._catalog.damage(name) is None
-            self._reports.set_index(name, self._catalog.version(name), healthy)
+        catalog = self._catalog
+        self._reports.set_indexes(
+            [
+                IndexState(
+                    name,
+                    catalog.version(name),
+                    catalog.damage(name) is None,
+                    partial(catalog.resident, name),
+                )
+                for name in catalog.names
+            ]
+        )
 
     def _add_port(self, listen: str) -> int:
         try:
@@ -198,9 +278,11 @@ class Server:
         await _first(self._scans.drain(), hurry.wait())
         await self._server.stop(0 if hurry.is_set() else LAST_WRITES_S)
         await stopping
+        if self._admin is not None:
+            await self._admin.stop()
         if self._sweeping is not None:
             await self._sweeping
-        self._reports.close()
+        await asyncio.to_thread(self._reports.close)
         await asyncio.to_thread(self._scans.close)
         await asyncio.to_thread(self._catalog.close)
 

@@ -52,7 +52,7 @@ class Refusal:
     @classmethod
     def of(cls, error: EngineError) -> Refusal:
         """What the caller learns of a refusal by the engine."""
-        return cls(error.code, str(error), error.reason, error.field)
+        return cls(error.code, str(error), error.reason, error.field, error.retry_after)
 
     @classmethod
     def internal(cls, ticket: str) -> Refusal:

@@ -22,7 +22,7 @@ from typing import NoReturn
 
 from dualform import __version__
 from dualform._errors import DualformError
-from dualform.cli import index, plot, query, serve
+from dualform.cli import admin, index, plot, query, serve
 from dualform.cli.errors import CommandError
 
 DONE, NO, BAD = 0, 1, 2
@@ -104,6 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     index.add_to(commands)
     serve.add_to(commands)
+    admin.add_to(commands)
     query.add_to(commands)
     plot.add_to(commands)
     return parser

@@ -39,11 +39,13 @@ class IndexSummary:
         name: What to pass as `index=`.
         health: "serving", or "damaged": not answered from.
         health_reason: What is damaged and what to do; empty where nothing is.
+        version: Which version of the index is served, as `index_version` of its answers.
     """
 
     name: str
     health: str
     health_reason: str
+    version: str = ""
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,7 @@ class IndexInfo:
         steps: Optimizer steps recorded.
         optimizer: Its class name, such as "SGD".
         layers: By name, in recording order.
+        version: As in IndexSummary.
     """
 
     name: str
@@ -107,6 +110,7 @@ class IndexInfo:
     steps: int
     optimizer: str
     layers: Mapping[str, LayerInfo]
+    version: str = ""
 
 
 def limits_of(message: pb.Limits) -> ServerLimits:
@@ -116,7 +120,9 @@ def limits_of(message: pb.Limits) -> ServerLimits:
 
 def summary_of(message: pb.IndexSummary) -> IndexSummary:
     """From the wire."""
-    return IndexSummary(message.name, _health(message.health), message.health_reason)
+    return IndexSummary(
+        message.name, _health(message.health), message.health_reason, message.version
+    )
 
 
 def index_of(message: pb.IndexInfo) -> IndexInfo:
@@ -128,6 +134,7 @@ def index_of(message: pb.IndexInfo) -> IndexInfo:
         steps=message.steps,
         optimizer=message.optimizer,
         layers={layer.name: _layer(layer) for layer in message.layers},
+        version=message.version,
     )
 
 

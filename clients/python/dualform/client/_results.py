@@ -65,6 +65,7 @@ class TopKResult:
         counts: int64, the shape of `rows`: how many rows that took part share the row's value (in
             its group), 0 where fewer match; None without `distinct`.
         plan: How the answer was found; None without `explain_plan`.
+        index_version: Which version of the index answered; the same for the same files.
     """
 
     rows: npt.NDArray[np.int64]
@@ -74,6 +75,7 @@ class TopKResult:
     coverage: Coverage
     counts: npt.NDArray[np.int64] | None = None
     plan: ChosenPlan | None = None
+    index_version: str = ""
 
     def __getitem__(self, column: str) -> npt.NDArray[Any]:
         if not isinstance(column, str) or column not in self.columns:
@@ -121,6 +123,7 @@ class SumsResult:
         counts: int64 [groups]: rows per group.
         coverage: How many rows took part.
         plan: How the answer was found; None without `explain_plan`.
+        index_version: Which version of the index answered; the same for the same files.
     """
 
     groups: list[Any]
@@ -128,6 +131,7 @@ class SumsResult:
     counts: npt.NDArray[np.int64]
     coverage: Coverage
     plan: ChosenPlan | None = None
+    index_version: str = ""
 
     def to_pandas(self) -> pd.DataFrame:
         """A line per query, a column per group.
@@ -151,11 +155,13 @@ class Explanation:
         top_k: The best rows by weight; None without `k`.
         sums: Totals per group; None without `group_by`.
         output: The dual output, split by group with `group_by`; None without `output`.
+        index_version: Which version of the index answered.
     """
 
     top_k: TopKResult | None
     sums: SumsResult | None
     output: DualOutputResult | None
+    index_version: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,10 +171,12 @@ class WeightsChunk:
     Attributes:
         start: The first row's id.
         weights: float32 [n, m], of rows start to start + m - 1.
+        index_version: Which version of the index answered.
     """
 
     start: int
     weights: npt.NDArray[np.float32]
+    index_version: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,6 +197,7 @@ class DualOutputResult:
             output, which is `initial` + all rows' parts + `residual`: float32 rounding in training,
             reduced precision, edits by hand. None where no stored weights tell.
         plan: How the answer was found; None without `explain_plan`.
+        index_version: Which version of the index answered; the same for the same files.
     """
 
     values: npt.NDArray[np.float32]
@@ -199,6 +208,7 @@ class DualOutputResult:
     coverage: Coverage
     residual: npt.NDArray[np.float32] | None = None
     plan: ChosenPlan | None = None
+    index_version: str = ""
 
     def to_pandas(self) -> pd.DataFrame:
         """A line per query (with `group_by`: per query and group), a column per output unit.
@@ -232,6 +242,7 @@ def top_k_of(message: pb.TopKResponse) -> TopKResult:
         coverage=_coverage(message.coverage),
         counts=array_of(message.counts) if message.HasField("counts") else None,
         plan=_plan_of(message),
+        index_version=message.index_version,
     )
 
 
@@ -246,12 +257,13 @@ def sums_of(message: pb.SumsResponse) -> SumsResult:
         counts=array_of(message.counts),
         coverage=_coverage(message.coverage),
         plan=_plan_of(message),
+        index_version=message.index_version,
     )
 
 
 def weights_of(message: pb.StreamWeightsResponse) -> WeightsChunk:
     """From the wire."""
-    return WeightsChunk(message.start, array_of(message.weights))
+    return WeightsChunk(message.start, array_of(message.weights), message.index_version)
 
 
 def dual_output_of(message: pb.DualOutputResponse) -> DualOutputResult:
@@ -268,16 +280,23 @@ def dual_output_of(message: pb.DualOutputResponse) -> DualOutputResult:
         coverage=_coverage(message.coverage),
         residual=array_of(message.residual) if message.HasField("residual") else None,
         plan=_plan_of(message),
+        index_version=message.index_version,
     )
 
 
 def explanations_of(message: pb.ExplainResponse) -> list[Explanation]:
     """From the wire."""
+    version = message.index_version
+    for layer in message.layers:
+        for part in ("top_k", "sums", "output"):
+            if layer.HasField(part):
+                getattr(layer, part).index_version = version
     return [
         Explanation(
             top_k=top_k_of(layer.top_k) if layer.HasField("top_k") else None,
             sums=sums_of(layer.sums) if layer.HasField("sums") else None,
             output=dual_output_of(layer.output) if layer.HasField("output") else None,
+            index_version=version,
         )
         for layer in message.layers
     ]
@@ -290,6 +309,7 @@ def join_explanations(parts: Sequence[Explanation]) -> Explanation:
         None if first.top_k is None else join([part.top_k for part in parts if part.top_k]),
         None if first.sums is None else join([part.sums for part in parts if part.sums]),
         None if first.output is None else join([part.output for part in parts if part.output]),
+        first.index_version,
     )
 
 
@@ -330,7 +350,7 @@ def _memory(part: TopKResult | SumsResult | DualOutputResult) -> tuple[object, .
     # Groups as text: a NaN group is not equal to itself.
     columns = sorted(part.columns) if isinstance(part, TopKResult) else None
     trained = getattr(part, "trained", None) is None
-    return repr(part.groups), repr(part.coverage), columns, trained
+    return repr(part.groups), repr(part.coverage), columns, trained, part.index_version
 
 
 def _coverage(message: pb.Coverage) -> Coverage:

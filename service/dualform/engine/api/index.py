@@ -62,11 +62,13 @@ class Index(Keywords):
         optimizer: The optimizer's class name.
         layers: By name, as in `model.named_modules()`.
         damage: None, or what was found damaged; questions that need it are refused.
+        version: What whoever serves it calls this version.
     """
 
     def __init__(self, path: Path, *, device: torch.device, use_faiss: bool) -> None:
         self.path = path
         self.damage: str | None = None
+        self.version = ""
         self._manifest = IndexManifest.load(path)
         self._ledger = self._manifest.load_ledger(path)
         spaces = self._manifest.spaces

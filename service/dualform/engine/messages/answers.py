@@ -15,7 +15,7 @@ from dualform.engine.api.results import DualOutput, Sums, TopK
 from dualform.engine.errors import CancelledError, EngineError, ResourceExhaustedError
 from dualform.engine.memory.layer import Layer
 from dualform.engine.memory.shards import Stop
-from dualform.engine.messages import responses, wire
+from dualform.engine.messages import needs, responses, wire
 from dualform.engine.messages.limits import Limits
 from dualform.engine.totals.streams import CHUNK_BYTES
 from dualform.questions import (
@@ -37,7 +37,19 @@ _GROUP_BYTES = 8 + 9
 def about_rows(index: Index, question: RowsQuestion, limits: Limits, stop: Stop | None) -> Any:
     """Answer a TopKQuestion, SumsQuestion or OutputQuestion."""
     check_size(index, question, limits)
+    take(index, question, limits)
     return response_of(question, index.ask(question, stop))
+
+
+def take(index: Index, question: RowsQuestion, limits: Limits) -> None:
+    """Ask for the memory that an answer takes.
+
+    Raises:
+        ResourceExhaustedError: It is not there.
+    """
+    if limits.take is not None:
+        index.check_queries(question)
+        limits.take(needs.of_rows(index, question))
 
 
 def check_size(index: Index, question: RowsQuestion, limits: Limits) -> int:
@@ -95,6 +107,8 @@ def explain(
             per_query += 4 * layer.d_out * (groups + 2)
         size += len(queries) * per_query + _group_bytes(layer, column)
     limits.check_answer(size, "ask for fewer layers or queries at a time, or with a smaller k")
+    if limits.take is not None:
+        limits.take(needs.of_explain(index, question))
     response = pb.ExplainResponse()
     found = index.explain_layers(question, stop)
     for name, _ in question.layers:
@@ -109,6 +123,8 @@ def stream_weights(
     """Answer a StreamWeightsQuestion: chunks are computed as they are taken."""
     limits.check_queries(len(question.queries))
     limits.check_answers(len(question.queries), 2 * 4, "for one row")
+    if limits.take is not None:
+        limits.take(needs.of_stream(index, question))
     chunks = index.chunks(question, stop, min(CHUNK_BYTES, limits.max_message_bytes // 2))
     return map(responses.weights, chunks)
 
@@ -124,7 +140,10 @@ def examples(
             "are answered: send them in smaller batches",
             field="ids",
         )
-    limits.check_answer(index.example_bytes(ids), "ask for fewer ids at a time")
+    expected = index.example_bytes(ids)
+    limits.check_answer(expected, "ask for fewer ids at a time")
+    if limits.take is not None:
+        limits.take(needs.of_examples(question, expected))
     response = pb.GetExamplesResponse()
     size = 0
     for start in range(0, len(ids), _PAYLOADS_AT_ONCE):
@@ -157,6 +176,4 @@ def _layer_named(layer: str) -> Iterator[None]:
     except EngineError as error:
         if isinstance(error, CancelledError):
             raise
-        raise type(error)(
-            f"layer {layer!r}: {error}", field=error.field, reason=error.reason
-        ) from error
+        raise error.saying(f"layer {layer!r}: {error}") from error

@@ -18,7 +18,7 @@ from dualform.engine.api.opened import refusals
 from dualform.engine.api.results import DualOutput, Sums, TopK
 from dualform.engine.errors import EngineError
 from dualform.engine.memory.shards import Stop
-from dualform.engine.messages.answers import check_size, response_of
+from dualform.engine.messages.answers import check_size, response_of, take
 from dualform.engine.messages.limits import Limits
 from dualform.questions import RowsQuestion, TopKQuestion, question_of
 
@@ -55,7 +55,9 @@ def answer_together(
         sizes = [len(waiter.question.queries) for waiter in batch]
         first = batch[0].question
         try:
-            found = index.ask(_joined([waiter.question for waiter in batch]), stop)
+            together = _joined([waiter.question for waiter in batch])
+            take(index, together, limits)
+            found = index.ask(together, stop)
             answered = [
                 response_of(first, _part(found, last - n, last))
                 for n, last in zip(sizes, np.cumsum(sizes), strict=True)

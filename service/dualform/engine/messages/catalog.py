@@ -22,10 +22,11 @@ from dualform.engine.errors import (
     ResourceExhaustedError,
     ran_out_of_memory,
 )
+from dualform.engine.memory.residency import resident
 from dualform.engine.messages import answers, responses
 from dualform.engine.messages.batching import answer_together
 from dualform.engine.messages.limits import Limits
-from dualform.engine.messages.versions import Version, version_at
+from dualform.engine.messages.versions import Change, Version, version_at
 from dualform.questions import (
     ExamplesQuestion,
     ExplainQuestion,
@@ -96,7 +97,14 @@ class Catalog:
         entry = self._entries.get(name)
         return "" if entry is None else entry.version.name
 
-    def reload(self, paths: Mapping[str, Path], stop: Stop | None = None) -> list[str]:
+    def resident(self, name: str) -> float:
+        """The share of an index's keys that is in the page cache, between 0 and 1."""
+        entry = self._entries.get(name)
+        layers = [] if entry is None or entry.index is None else entry.index.layers.values()
+        sizes = [(layer.rows * layer.key_bytes, resident(layer)) for layer in layers]
+        return sum(size * share for size, share in sizes) / max(1, sum(size for size, _ in sizes))
+
+    def reload(self, paths: Mapping[str, Path], stop: Stop | None = None) -> list[Change]:
         """Serve these indexes from now on: what is new is opened and checked, then all switch.
 
         Answers that are being computed end on the version that they began with, whose maps are
@@ -107,7 +115,7 @@ class Catalog:
             stop: Returns True once nobody wants it any more; nothing changes then.
 
         Returns:
-            What was done and what went wrong, a sentence each.
+            What came of each index.
 
         Raises:
             ValueError: As for the class; nothing has changed.
@@ -116,31 +124,38 @@ class Catalog:
         with self._reloading:
             old = self._entries
             new: dict[str, _Entry] = {}
-            said = [f"index {name} is served no more" for name in old if name not in paths]
+            changes = [
+                Change(f"index {name}", "removed", "", f"index {name} is served no more")
+                for name in old
+                if name not in paths
+            ]
             for name, path in paths.items():
-                new[name], words = self._renewed(name, old.get(name), Path(path), stop)
-                said += [f"index {name} {words}"] if words else []
+                new[name], change = self._renewed(name, old.get(name), Path(path), stop)
+                changes.append(change)
             if stop is None or not stop():
                 self._entries = new
-            return said
+            return changes
 
     def _renewed(
         self, name: str, old: _Entry | None, path: Path, stop: Stop | None
-    ) -> tuple[_Entry, str]:
-        version = version_at(path)
+    ) -> tuple[_Entry, Change]:
+        what, version = f"index {name}", version_at(path)
         if old is not None and old.version == version and old.damage is None:
-            return old, ""
+            return old, Change(
+                what, "kept", version.name, f"{what} is version {version.name} still"
+            )
         entry = self._opened(name, version)
         if entry.index is not None:
             with suppress(DataLossError, CancelledError):  # `damage` says it
                 entry.index.verify_files(stop)
         if entry.damage is None:
-            return entry, f"is now version {version.name} from {version.path}"
+            detail = f"{what} is now version {version.name} from {version.path}"
+            return entry, Change(what, "opened", version.name, detail)
         if old is not None and old.damage is None:
-            return old, (
-                f"stays at version {old.version.name} from {old.version.path}: {entry.damage}"
-            )
-        return entry, f"cannot be served: {entry.damage}"
+            before = old.version
+            detail = f"{what} stays at version {before.name} from {before.path}: {entry.damage}"
+            return old, Change(what, "refused", before.name, detail)
+        return entry, Change(what, "refused", "", f"{what} cannot be served: {entry.damage}")
 
     def _opened(self, name: str, version: Version) -> _Entry:
         return _open(name, version, self._device, self._use_faiss)
@@ -197,7 +212,11 @@ class Catalog:
         """
         with _errors_translated():
             index = self._open_index(requests[0].index)
-            return answer_together(index, requests, self.limits, stop)
+            found = answer_together(index, requests, self.limits, stop)
+        for response in found:
+            if not isinstance(response, EngineError):
+                response.index_version = index.version
+        return found
 
     def stream(self, request: Any, stop: Stop | None = None) -> Iterator[Any]:
         """Answer a request whose answer comes in parts: a StreamWeightsQuestion or its message.
@@ -238,7 +257,12 @@ class Catalog:
     def _list_indexes(self, question: IndexesQuestion, stop: Stop | None) -> pb.ListIndexesResponse:
         return pb.ListIndexesResponse(
             indexes=[
-                pb.IndexSummary(name=name, health=entry.health, health_reason=entry.damage or "")
+                pb.IndexSummary(
+                    name=name,
+                    health=entry.health,
+                    health_reason=entry.damage or "",
+                    version=entry.version.name,
+                )
                 for name, entry in self._entries.items()
             ],
             limits=self._limits_message(),
@@ -246,7 +270,12 @@ class Catalog:
 
     def _get_index(self, question: IndexQuestion, stop: Stop | None) -> pb.GetIndexResponse:
         name, entry = self._find(question.index or "")
-        info = pb.IndexInfo(name=name, health=entry.health, health_reason=entry.damage or "")
+        info = pb.IndexInfo(
+            name=name,
+            health=entry.health,
+            health_reason=entry.damage or "",
+            version=entry.version.name,
+        )
         index = entry.index
         if index is not None:
             info.steps = index.steps
@@ -293,9 +322,23 @@ class Catalog:
 def _of_one_index(answer: Callable[[Index, Any, Limits, Stop | None], Any]) -> _Answer:
     def answered(catalog: Catalog, question: Any, stop: Stop | None) -> Any:
         index = catalog._open_index(question.index or "")
-        return answer(index, question, catalog.limits, stop)
+        response = answer(index, question, catalog.limits, stop)
+        response.index_version = index.version
+        return response
 
     return answered
+
+
+def _in_parts(catalog: Catalog, question: StreamWeightsQuestion, stop: Stop | None) -> Any:
+    index = catalog._open_index(question.index or "")
+    parts = answers.stream_weights(index, question, catalog.limits, stop)
+
+    def versioned() -> Iterator[Any]:
+        for part in parts:
+            part.index_version = index.version
+            yield part
+
+    return versioned()
 
 
 # How each kind of question is answered.
@@ -306,7 +349,7 @@ _ANSWERS: dict[type[Question], _Answer] = {
     SumsQuestion: _of_one_index(answers.about_rows),
     OutputQuestion: _of_one_index(answers.about_rows),
     ExplainQuestion: _of_one_index(answers.explain),
-    StreamWeightsQuestion: _of_one_index(answers.stream_weights),
+    StreamWeightsQuestion: _in_parts,
     ExamplesQuestion: _of_one_index(answers.examples),
 }
 
@@ -345,7 +388,9 @@ def _open(name: str, version: Version, device: str, use_faiss: bool) -> _Entry:
     path = version.path
     try:
         with _errors_translated():
-            return _Entry(version, Index.open(path, device=device, use_faiss=use_faiss), None)
+            index = Index.open(path, device=device, use_faiss=use_faiss)
+        index.version = version.name
+        return _Entry(version, index, None)
     except EngineError as error:
         return _Entry(version, None, error.detached())
     except (OSError, ValueError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from dualform.engine.errors import ResourceExhaustedError
@@ -17,6 +18,8 @@ class Limits:
         max_k: Largest k of a top-k.
         max_queries: Most queries, and most example ids, in one request.
         max_message_mib: Largest request and response, in MiB.
+        take: Told how many bytes of memory an answer takes at most before it is computed; raises
+            ResourceExhaustedError where they are not there. None for no limit.
 
     Raises:
         ValueError: Not a positive integer, or a message beyond protobuf's 2 GiB.
@@ -25,6 +28,7 @@ class Limits:
     max_k: int = 16384
     max_queries: int = 4096
     max_message_mib: int = 64
+    take: Callable[[int], None] | None = None
 
     def __post_init__(self) -> None:
         for name, most in (("max_k", 2**31), ("max_queries", 2**31), ("max_message_mib", 2047)):

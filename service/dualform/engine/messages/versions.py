@@ -1,10 +1,10 @@
-"""Which version of an index a path means, and whether it is the one that is open."""
+"""Which version of an index a path means, and what came of looking for others."""
 
 from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 _MANIFEST = "manifest.json"
 _PARTIAL = ".partial"
@@ -20,6 +20,23 @@ class Version(NamedTuple):
 
     path: Path
     name: str
+
+
+class Change(NamedTuple):
+    """What came of one thing when a server looked at its configuration again.
+
+    Attributes:
+        what: "index NAME", "tokens", "tls", or a key of the configuration.
+        outcome: "opened": new, and in force; "kept": as it was; "refused": wrong, and what there
+            was before stays; "removed".
+        version: Of an index, the one that is served now; empty where none is.
+        detail: A sentence.
+    """
+
+    what: str
+    outcome: Literal["opened", "kept", "refused", "removed"]
+    version: str
+    detail: str
 
 
 def version_at(path: Path) -> Version:

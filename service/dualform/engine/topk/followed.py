@@ -58,7 +58,8 @@ def best_by_metric(
     assert not isinstance(distinct, str)
     positions = np.full((len(queries), ranking.groups, ranking.k), -1, np.int64)
     scores = np.full(positions.shape, np.nan, np.float32)
-    step = max(1, SCORE_BYTES // (8 * max(1, layer.rows)))
+    # Of each query: scores, bounds, and what it is under each step's metric, in 8 and 4 bytes.
+    step = max(1, SCORE_BYTES // (8 * layer.rows + 12 * metric.weight.numel() + 1))
     members = _members(grouping, selected)
     same = None if distinct is None else _values(layer, distinct)
     for first in range(0, len(queries), step):

@@ -22,10 +22,13 @@ from dualform.engine.threads import over_shards
 from dualform.engine.topk import flat
 from dualform.engine.topk.contribution_bounds import Bounds, ContributionBounds, WeightBounds
 from dualform.engine.topk.ranking import Ranking
-from dualform.engine.topk.top_k import Hits, TopK
+from dualform.engine.topk.top_k import Hits, TopK, candidates
 
 _QUERY_BLOCK = 256
-_SPAN = 1 << 22
+MOST_CANDIDATES = 1 << 21
+"""Candidates that a block of queries may have at a time, where all scores are the same."""
+
+SPAN = 1 << 22
 """Bounds of neighbouring shards, queries times rows, that are looked at together."""
 
 _FAISS_SLACK = 32
@@ -68,6 +71,12 @@ def faiss_applies(layer: Layer, ranking: Ranking, whole: bool, device: torch.dev
     return None if ranking.k <= most else f"k is {ranking.k:,}; FAISS is asked for at most {most:,}"
 
 
+def block_queries(rows: int, groups: int, k: int) -> int:
+    """How many queries are answered together over so many rows, for k rows of each group."""
+    each = min(rows, candidates(groups, k))
+    return max(1, min(_QUERY_BLOCK, MOST_CANDIDATES // max(1, each)))
+
+
 class Scan:
     """One top-k question to one layer.
 
@@ -108,7 +117,8 @@ class Scan:
         """Answer over the selected rows, bool [total]: those whose keys are finite."""
         blocks, first = [], 0
         while first < len(self._queries):
-            size = PRUNED_QUERIES if self._use_sketches else _QUERY_BLOCK
+            size = block_queries(self._layer.rows, self._ranking.groups, self._ranking.k)
+            size = min(size, PRUNED_QUERIES) if self._use_sketches else size
             block = slice(first, first + size)
             ranking = self._ranking.part(block)
             blocks.append(self._run_block(self._queries[block], ranking, selected))
@@ -181,7 +191,7 @@ class Scan:
             room -= rows * len(queries)
             if room < 0:
                 spans.append([])
-                room = _SPAN - rows * len(queries)
+                room = SPAN - rows * len(queries)
             spans[-1].append(shard)
         for number, span in enumerate(spans):
             if not self._scan_pruned(span, selected, queries, sketched, best):

@@ -32,6 +32,12 @@ _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _FLOAT32_TINY = 2.0**-149
 
 
+def candidates(groups: int, k: int) -> int:
+    """How many candidates a query may have for k rows of each group, where all scores are the
+    same."""
+    return groups * (2 * k + RESCORE_ROWS)
+
+
 @dataclass(frozen=True)
 class Hits:
     """The best rows, in order; padded where fewer match.

@@ -33,7 +33,7 @@ KEPT_BYTES = 256 << 20
 FOLLOWED_BYTES = 2 << 30
 """Parts that need more memory than this while they are followed are refused."""
 
-_BYTES_PER_NUMBER = 16
+BYTES_PER_NUMBER = 16
 """A part's weight in float64, its moves and its momentum buffer in float32."""
 
 _WAIT_SECONDS = 0.05
@@ -168,7 +168,7 @@ class FollowedParts:
             return follow(layer, self._ledger, state, start, end, codes, parts, stop)
 
         groups = 1 if grouping is None else len(grouping.values)
-        needed = (groups + 2) * layer.d_in * layer.d_out * _BYTES_PER_NUMBER
+        needed = (groups + 2) * layer.d_in * layer.d_out * BYTES_PER_NUMBER
         if needed > FOLLOWED_BYTES:
             raise ResourceExhaustedError(
                 f"{groups:,} groups of layer {layer.name!r} need {needed / 2**30:,.1f} GiB to be "

@@ -20,7 +20,7 @@ from dualform.engine.totals.coefficients import LayerCoefficients, row_coefficie
 from dualform.engine.totals.group_sums import GroupTotals
 from dualform.store.grouping import Grouping
 
-_REBUILD_BYTES = 256 << 20
+REBUILD_BYTES = 256 << 20
 
 
 class WeightedValues:
@@ -92,7 +92,7 @@ def rows_part(
     manifest = layer.manifest
     groups = 1 if grouping is None else len(grouping.values)
     cheaper = len(queries) * (manifest.d_in + manifest.d_out) > manifest.d_in * manifest.d_out
-    if cheaper and groups * manifest.d_in * manifest.d_out * 8 <= _REBUILD_BYTES:
+    if cheaper and groups * manifest.d_in * manifest.d_out * 8 <= REBUILD_BYTES:
         weight, bias = rebuild(layer, coefficients, grouping, selected, device, stop)
         out = torch.einsum("nd,god->ngo", queries.double().to(device), weight)
         if also:

@@ -1,0 +1,206 @@
+"""How much memory an answer takes at most, estimated from the question before anything is computed.
+
+Bytes that no file backs, from the question to the encoded response: the sum of what is held at the
+same time at the worst moment, be it that every score is the same. The constants count the arrays of
+the code that they name; tests/engine/test_needs.py holds them against what is really taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from dualform.engine.api.index import Index
+from dualform.engine.memory.layer import Layer
+from dualform.engine.memory.shards import TILE_BYTES, tile_rows
+from dualform.engine.messages import responses
+from dualform.engine.topk.followed import SCORE_BYTES
+from dualform.engine.topk.scan import SPAN, block_queries
+from dualform.engine.topk.top_k import COMPRESS_AT, candidates
+from dualform.engine.totals.followed import BYTES_PER_NUMBER
+from dualform.engine.totals.row_parts import REBUILD_BYTES
+from dualform.questions import (
+    ExamplesQuestion,
+    ExplainQuestion,
+    OutputQuestion,
+    RowsQuestion,
+    StreamWeightsQuestion,
+    SumsQuestion,
+    TopKQuestion,
+)
+from dualform.v1 import attribution_pb2 as pb
+
+# Whatever is asked: messages, plans, the small arrays of a scan.
+_CALL = 4 << 20
+# Queries: in the message, the question, the tensor, and in float64.
+_QUERY = 6
+# Bytes of a candidate: seven arrays, joined, and the orders that they are sorted in.
+_CANDIDATE = 160
+# Of a pair of query and row in a tile: its weight, merit, limit, and it is a candidate at first.
+_PAIR = 200
+# Of such a pair where weights are only added up: in float32, ordered, and in float64.
+_WEIGHT = 24
+# Of a row that takes part or not: masks, and which are left.
+_ROW = 16
+# Of a layer's row for each column that is looked at for the first time: codes and bitmaps.
+_COLUMN_ROW = 24
+# Of a number of a followed layer, beside its parts: gradients, preconditioners, moves.
+_FOLLOWED = 80
+
+
+def of_rows(index: Index, question: RowsQuestion) -> int:
+    """For a TopKQuestion, SumsQuestion or OutputQuestion."""
+    layer, n = index.layer(question.layer), len(question.queries)
+    groups = index.group_count(question.layer, question.group_by)
+    size = _CALL + _queries(layer, n) + _selection(layer, question.where, question.group_by)
+    if isinstance(question, TopKQuestion):
+        if question.distinct is not None:
+            size += _ROW * layer.rows
+        if question.rank_by == "contribution":
+            size += _contribution(index, layer, n)
+        return size + _top_k(layer, n, groups, question.k)
+    if isinstance(question, SumsQuestion):
+        if question.bins is not None:
+            # Python's numbers, Arrow's, and each row's bin.
+            groups = len(question.bins)
+            size += 160 * groups + _COLUMN_ROW * layer.rows
+        return size + _sums(layer, n, groups)
+    assert isinstance(question, OutputQuestion)
+    return size + _output(index, layer, n, groups, question.group_by is not None)
+
+
+def of_explain(index: Index, question: ExplainQuestion) -> int:
+    """For an ExplainQuestion: its layers are answered in turn, their answers kept."""
+    most = kept = 0
+    column = question.group_by
+    for name, queries in question.layers:
+        layer, n = index.layer(name), len(queries)
+        groups = index.group_count(name, column)
+        work, answer = 0, 0
+        if question.k:
+            work = max(work, _top_k(layer, n, 1, question.k))
+            answer += 2 * n * question.k * responses.hit_bytes(layer)
+        if column is not None:
+            work += _sums(layer, n, groups)
+            answer += 16 * n * groups
+        if question.output:
+            work += _output(index, layer, n, groups, column is not None)
+            answer += 8 * n * layer.d_out * (groups + 2)
+        kept += answer
+        most = max(most, _queries(layer, n) + _selection(layer, question.where, column) + work)
+    return _CALL + most + kept
+
+
+def of_stream(index: Index, question: StreamWeightsQuestion) -> int:
+    """For a part of the answer to a StreamWeightsQuestion."""
+    layer, n = index.layer(question.layer), len(question.queries)
+    rows = max(1, TILE_BYTES // max(1, 4 * layer.d_in))
+    longest = max((shard.rows for shard in layer.shards), default=0)
+    chunk = max(1 << 20, 4 * n)
+    return _CALL + _queries(layer, n) + 16 * longest + 3 * TILE_BYTES + 14 * chunk + 40 * rows
+
+
+def of_examples(question: ExamplesQuestion, payloads: int) -> int:
+    """For an ExamplesQuestion whose payloads have so many bytes."""
+    return _CALL + 400 * len(question.ids) + 4 * payloads
+
+
+def _queries(layer: Layer, n: int) -> int:
+    return _QUERY * 4 * n * layer.d_in
+
+
+def _selection(layer: Layer, where: pb.Filter | None, column: str | None) -> int:
+    """Which rows take part, and their groups."""
+    size = _ROW * layer.rows if where is not None else 0
+    looked_at = set(() if column is None else (column,))
+    if where is not None:
+        looked_at |= set(_columns(where))
+        size += 400 * where.ByteSize() // 4
+    return size + _COLUMN_ROW * layer.rows * len(looked_at)
+
+
+def _columns(where: pb.Filter) -> Iterator[str]:
+    kind = where.WhichOneof("kind")
+    if kind == "comparison":
+        yield where.comparison.column
+    elif kind == "negated":
+        yield from _columns(where.negated)
+    elif kind is not None:
+        for part in getattr(where, kind).filters:
+            yield from _columns(part)
+
+
+def _pairs(layer: Layer, n: int) -> int:
+    """Weights of a tile."""
+    return n * min(layer.rows, tile_rows(layer.d_in, n))
+
+
+def _top_k(layer: Layer, n: int, groups: int, k: int) -> int:
+    block = min(n, block_queries(layer.rows, groups, k))
+    kept = 2 * block * min(layer.rows, candidates(groups, k)) + COMPRESS_AT
+    proposals = block * (k + 32) * len(layer.shards) if k <= 2048 else 0
+    bounds = 20 * min(SPAN, block * layer.rows)
+    hits = n * groups * k
+    return (
+        4 * TILE_BYTES
+        + _PAIR * _pairs(layer, block)
+        + _CANDIDATE * (kept + proposals)
+        + bounds
+        + hits * (40 + 4 * responses.hit_bytes(layer) + _text(layer))
+    )
+
+
+def _text(layer: Layer) -> int:
+    """Bytes of text that a row has at most, in the table and in a message."""
+    return sum(2 * longest_text(column) for column in layer.space.columns.values())
+
+
+def longest_text(column: pa.Array) -> int:
+    """Bytes of a column's longest text; 0 where it is none."""
+    words = column.dictionary if pa.types.is_dictionary(column.type) else column
+    if not (pa.types.is_string(words.type) or pa.types.is_large_string(words.type)):
+        return 0
+    return int(pc.max(pc.binary_length(words)).as_py() or 0)
+
+
+def _sums(layer: Layer, n: int, groups: int) -> int:
+    runs = len(layer.space.run_starts)
+    key_sums = 0 if layer.manifest.shards and layer.manifest.shards[0].sums is None else runs
+    equal = 40 * layer.rows if layer.manifest.equal_keys is not None else 0
+    return (
+        2 * TILE_BYTES
+        + _WEIGHT * _pairs(layer, n)
+        + 8 * key_sums * (2 * layer.d_in + 2 * n)
+        + equal
+        + 5 * 8 * n * groups
+        + 64 * groups
+    )
+
+
+def _output(index: Index, layer: Layer, n: int, groups: int, grouped: bool) -> int:
+    numbers = layer.d_in * layer.d_out
+    answer = n * layer.d_out * (40 * groups + 60)
+    work = (
+        3 * TILE_BYTES
+        + _WEIGHT * _pairs(layer, n)
+        + 16 * layer.d_out * TILE_BYTES // max(1, 4 * max(layer.d_in, layer.d_out))
+    )
+    if not index.ledger.family.scalar:
+        work = (2 * groups + 2) * numbers * BYTES_PER_NUMBER + _FOLLOWED * numbers
+    else:
+        rebuilt = groups * numbers * 8
+        work += rebuilt if rebuilt <= REBUILD_BYTES else 0
+    # Parts of earlier questions, remainders: float64 weights that are kept.
+    return answer + work + 24 * numbers + 64 * groups
+
+
+def _contribution(index: Index, layer: Layer, n: int) -> int:
+    numbers = layer.d_in * layer.d_out
+    size = 60 * n * layer.d_out + 24 * numbers + 24 * layer.rows
+    if index.ledger.family.scalar:
+        return size
+    metric = index.ledger.steps * layer.d_in
+    each = 8 * layer.rows + 12 * metric
+    return size + 40 * metric + _FOLLOWED * numbers + min(n * each, max(SCORE_BYTES, each))

@@ -1,0 +1,101 @@
+"""What an answer is estimated to take is no less than what it takes, in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from synthetic import make_index
+
+ROWS, D = 30_000, 16
+
+CODE = """
+import gc, sys, threading, time
+from dualform.serve import policy
+policy.apply(1)
+import ctypes
+import numpy as np
+from dualform.engine.api.index import Index
+from dualform.engine.messages import answers, needs
+from dualform.engine.messages.limits import Limits
+from dualform.questions import (
+    ExplainQuestion, OutputQuestion, StreamWeightsQuestion, SumsQuestion, TopKQuestion
+)
+from dualform.serve.memory import anonymous_bytes
+
+index, limits = Index.open(sys.argv[1]), Limits(max_message_mib=1024)
+d = index.layers["fc"].d_in
+some = np.random.default_rng(0).standard_normal((300, d)).astype(np.float32)
+same = np.zeros((300, d), np.float32)
+
+def one(name, estimate, answer):
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    before = most = anonymous_bytes()
+    over = threading.Event()
+    def watch():
+        nonlocal most
+        while not over.wait(0.0005):
+            most = max(most, anonymous_bytes())
+    watching = threading.Thread(target=watch)
+    watching.start()
+    found = answer()
+    data = found if isinstance(found, list) else found.SerializeToString()
+    over.set()
+    watching.join()
+    print(name, most - before, estimate)
+
+def rows(name, question):
+    one(name, needs.of_rows(index, question),
+        lambda: answers.about_rows(index, question, limits, None))
+
+rows("warm", TopKQuestion("fc", some[:2], k=3))
+for kind, queries in (("some", some), ("same", same)):
+    rows(f"top-k-{kind}", TopKQuestion("fc", queries, k=50))
+    rows(f"top-k-scan-{kind}", TopKQuestion("fc", queries, k=50, strategy="scan"))
+    rows(f"groups-{kind}", TopKQuestion("fc", queries[:32], k=20, group_by="label"))
+    rows(f"large-k-{kind}", TopKQuestion("fc", queries[:2], k=16000))
+rows("sums", SumsQuestion("fc", some, group_by="label", strategy="scan"))
+rows("many-groups", SumsQuestion("fc", some[:32], group_by="single"))
+rows("bins", SumsQuestion("fc", some[:4], group_by="single",
+    bins=tuple(np.linspace(0, 30000, 200000).tolist())))
+rows("output", OutputQuestion("fc", some, max_residual=1e9))
+rows("output-groups", OutputQuestion("fc", some, group_by="label", max_residual=1e9))
+rows("output-step", OutputQuestion("fc", some, at_step=30, max_residual=1e9))
+rows("contribution", TopKQuestion("fc", some, k=20, rank_by="contribution", unit=1,
+    max_residual=1e9))
+explained = ExplainQuestion((("fc", some),), k=20, group_by="label", output=True)
+one("explain", needs.of_explain(index, explained),
+    lambda: answers.explain(index, explained, limits, None))
+stream = StreamWeightsQuestion("fc", some)
+one("stream", needs.of_stream(index, stream),
+    lambda: [len(p.SerializeToString())
+             for p in answers.stream_weights(index, stream, limits, None)])
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_estimates_are_upper_bounds(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    index = make_index(
+        tmp_path,
+        rng.standard_normal((ROWS, D)).astype(np.float32),
+        rng.standard_normal((ROWS, 8)).astype(np.float32),
+        rows_per_step=500,
+        label=(np.arange(ROWS) % 7).tolist(),
+        single=np.arange(ROWS).tolist(),
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, str(index)], capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stderr
+    measured = [line.split() for line in done.stdout.splitlines()]
+    assert len(measured) > 15
+    above = [line for line in measured if int(line[1]) > int(line[2])]
+    assert not above
+    # And no fantasies: what takes most is foreseen within an order of magnitude or so.
+    name, took, estimate = max(measured, key=lambda line: int(line[1]))
+    assert int(estimate) < 30 * int(took), name
