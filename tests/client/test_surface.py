@@ -151,7 +151,7 @@ REMOTE_ONLY = """
 import sys
 from importlib.abc import MetaPathFinder
 
-OURS = ("v1", "_errors", "_version", "questions", "client")
+OURS = ("v1", "_errors", "_install", "_version", "questions", "client")
 ALLOWED = {f"dualform.{part}" for part in OURS}
 
 class Block(MetaPathFinder):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Any
 
@@ -13,6 +14,7 @@ from matplotlib.colors import to_hex
 from matplotlib.patches import StepPatch
 
 from dualform import plot
+from dualform._install import pip_install
 from dualform.client import (
     Client,
     FailedPreconditionError,
@@ -249,7 +251,7 @@ def test_without_matplotlib_the_extra_is_named(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     for draw in (plot.attention, plot.sums, plot.profile, plot.matches):
-        with pytest.raises(FailedPreconditionError, match=r"pip install 'dualform\[plot\]'"):
+        with pytest.raises(FailedPreconditionError, match=re.escape(pip_install("plot"))):
             draw(client, pictures.one(0, "0"))  # type: ignore[operator]
     with pytest.raises(FailedPreconditionError, match="need matplotlib"):
         plot.contributions(client, "4", pictures.queries["4"][0])

@@ -33,6 +33,8 @@ MAY_IMPORT = {
 ROOMS = ["rows", "memory", "plan", "totals", "topk", "api", "messages"]
 # What all of them may use.
 COMMON = {"errors", "context", "threads"}
+# What every part may use: files of the package itself.
+AT_TOP = {"__version__", "_errors", "_install"}
 MOST_FILES = 12
 MOST_LEVELS = 5
 # The remote client lives without torch and FAISS: it may import these inside functions only.
@@ -79,7 +81,7 @@ def test_the_folders_are_merged_by_the_same_file_in_each() -> None:
     merging = [(ROOT / folder / "dualform" / "__init__.py").read_text() for folder in FOLDERS]
     assert len(set(merging)) == 1
     files = {path.name for folder in FOLDERS for path in (ROOT / folder / "dualform").glob("*.*")}
-    assert files == {"__init__.py", "_errors.py", "_version.py", "py.typed"}
+    assert files == {"__init__.py", "_errors.py", "_install.py", "_version.py", "py.typed"}
 
 
 @pytest.mark.parametrize("package", MAY_IMPORT)
@@ -91,7 +93,7 @@ def test_a_part_imports_only_those_below_it(package: str) -> None:
         for name in imports(ast.parse(path.read_text())):
             parts = name.split(".")
             ours = parts[0] == "dualform" and len(parts) > 1
-            if ours and parts[1] not in MAY_IMPORT[package] | {package, "__version__", "_errors"}:
+            if ours and parts[1] not in MAY_IMPORT[package] | {package, *AT_TOP}:
                 wrong.append(f"{path.relative_to(ROOT)} imports {name}")
     assert not wrong
 

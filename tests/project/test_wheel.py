@@ -14,7 +14,7 @@ import pytest
 import dualform
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = ["__init__.py", "_errors.py", "_version.py", "py.typed"]
+FILES = ["__init__.py", "_errors.py", "_install.py", "_version.py", "py.typed"]
 PARTS = ["v1", "store", "record", "index", "engine", "replay", "serve", "client", "plot", "cli"]
 
 

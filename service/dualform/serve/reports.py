@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from dualform._install import pip_install
 from dualform.serve.budget import MemoryBudget
 from dualform.serve.calls import Call
 from dualform.serve.config import ConfigError, split_address
@@ -179,9 +180,7 @@ class _Metrics:
             import prometheus_client as prometheus
             import prometheus_client.core
         except ImportError:
-            raise ConfigError(
-                "metrics need prometheus-client: pip install 'dualform[metrics]'"
-            ) from None
+            raise ConfigError(f"metrics need prometheus-client: {pip_install('metrics')}") from None
         self._prometheus = prometheus
         registry = self._registry = prometheus.CollectorRegistry()
         prometheus.ProcessCollector(registry=registry)

@@ -22,6 +22,7 @@ from typing import NoReturn
 
 from dualform import __version__
 from dualform._errors import DualformError
+from dualform._install import pip_install
 from dualform.cli import admin, index, plot, query, serve
 from dualform.cli.errors import CommandError
 
@@ -117,9 +118,7 @@ def _explain(error: Exception) -> int:
         where = f"{error.filename}: " if error.filename else ""
         return _complain(f"{where}{error.strerror or error}")
     if isinstance(error, ModuleNotFoundError):
-        return _complain(
-            f"{error}; this command needs more than the client: pip install 'dualform[cpu]'"
-        )
+        return _complain(f"{error}; this command needs more than the client: {pip_install('cpu')}")
     return _complain(
         f"internal error, please report it: {type(error).__name__}: {error} "
         f"({TRACEBACK}=1 shows where)"

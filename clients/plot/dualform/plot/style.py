@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from dualform._install import pip_install
 from dualform.client import FailedPreconditionError
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def need_matplotlib() -> None:
         ) from None
     except ImportError:
         raise FailedPreconditionError(
-            "figures need matplotlib: pip install 'dualform[plot]'", reason="MATPLOTLIB_MISSING"
+            f"figures need matplotlib: {pip_install('plot')}", reason="MATPLOTLIB_MISSING"
         ) from None
 
 

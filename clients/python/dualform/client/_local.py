@@ -21,6 +21,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
+from dualform._install import pip_install
 from dualform.client._fork import use_torch
 from dualform.client.errors import (
     DeadlineExceededError,
@@ -62,7 +63,7 @@ class LocalTransport:
             import dualform.engine.messages.catalog  # noqa: F401 (here, where it can be missing)
         except ImportError as error:
             raise FailedPreconditionError(
-                f"a local index needs the engine ({error}): pip install 'dualform[cpu]', or ask a "
+                f"a local index needs the engine ({error}): {pip_install('cpu')}, or ask a "
                 'server with Client("HOST:PORT")',
                 reason="NOT_INSTALLED",
             ) from error
