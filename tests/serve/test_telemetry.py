@@ -18,6 +18,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from synthetic import make_index
 
+from dualform._install import pip_install
 from dualform.engine.errors import CancelledError
 from dualform.v1 import attribution_pb2 as pb
 
@@ -143,4 +144,4 @@ def test_without_the_extra_it_is_told(tmp_path: Path) -> None:
         "from dualform.serve.telemetry import Telemetry; Telemetry()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "pip install 'dualform[telemetry]'" in done.stderr
+    assert pip_install("telemetry") in done.stderr

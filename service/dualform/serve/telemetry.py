@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 
+from dualform._install import pip_install
 from dualform.serve.config import ConfigError
 
 _TRACED = "/dualform.v1."
@@ -32,7 +33,7 @@ class Telemetry:
             from opentelemetry import trace
             from opentelemetry.instrumentation import grpc as instrumentation
         except ImportError as error:
-            raise ConfigError(f"telemetry: {error}: pip install 'dualform[telemetry]'") from None
+            raise ConfigError(f"telemetry: {error}: {pip_install('telemetry')}") from None
         self._trace = trace
         self._provider: Any = None
         if isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
