@@ -9,12 +9,14 @@ STAMP := $(VENV)/.installed
 PACKAGES := optimizers layers record store index questions engine replay serve client plot cli
 # Folders with Python of ours that is no package.
 LOOSE := examples experiments benchmarks scripts
+# What is tested with other versions than those of .venv.
+FIVE := tests/store tests/index tests/engine tests/serve tests/client
 # Environments of their own, gone again when all is well.
 LOWEST := .venv-lowest
 GPU := .venv-gpu
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-lowest soak interop lint format stubs stubs-check bench gpu-install-check clean
+.PHONY: help setup demo test test-lowest test-matrix soak interop lint format stubs stubs-check bench dist dist-check gpu-install-check clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,8 +35,11 @@ test-lowest: $(STAMP) ## The tests of five parts with the oldest versions that p
 	$(PYTHON) -m venv $(LOWEST)
 	$(BIN)/python scripts/lowest.py > $(LOWEST)/constraints.txt
 	PIP_CONSTRAINT=$(LOWEST)/constraints.txt $(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
-	$(LOWEST)/bin/python -m pytest tests/store tests/index tests/engine tests/serve tests/client $(PYTEST_ARGS)
+	$(LOWEST)/bin/python -m pytest $(FIVE) $(PYTEST_ARGS)
 	rm -rf $(LOWEST)
+
+test-matrix: ## The same tests with each Python from 3.10 to 3.14 that is installed (or of PYTHONS="python3.12 …"), in environments of their own
+	bash scripts/matrix.sh $(FIVE) $(PYTEST_ARGS)
 
 soak: $(STAMP) ## Very many of each: operations against a model, kills, random inputs, 64 clients for ten minutes (hours; DUALFORM_SOAK=0.1 for a tenth)
 	DUALFORM_SOAK=$(or $(DUALFORM_SOAK),1) $(BIN)/python -m pytest --capture=no --timeout=14400 tests/soak tests/engine/test_hostile.py tests/index/test_hostile.py $(PYTEST_ARGS)
@@ -72,6 +77,12 @@ bench: $(STAMP) ## A small benchmark in minutes, on MNIST from DUALFORM_DATA, be
 	$(BIN)/python -m benchmarks answers --data $(DATA) --steps 320 --rounds 5 --json build/bench/answers.json
 	$(BIN)/python -m benchmarks ratios build/bench
 
+dist: $(STAMP) ## The sdist of what is committed, and the wheel of the sdist, in dist/
+	$(BIN)/python scripts/release.py build dist
+
+dist-check: dist ## Both judged, then installed where no checkout is: record, ask, demo (PIP=1 lets pip install torch and all)
+	$(BIN)/python scripts/release.py check dist $(if $(PIP),--pip)
+
 gpu-install-check: ## Install .[gpu] in an environment of its own (7 GB for a while) and see FAISS beside torch, no GPU needed
 	rm -rf $(GPU)
 	$(PYTHON) -m venv $(GPU)
@@ -80,7 +91,7 @@ gpu-install-check: ## Install .[gpu] in an environment of its own (7 GB for a wh
 	rm -rf $(GPU)
 
 clean: ## Remove what the demo, the tests and builds leave behind; .venv stays
-	rm -rf demo $(LOWEST) $(GPU) dist build .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf demo $(LOWEST) $(GPU) .venv-matrix-* dist build .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(STAMP): pyproject.toml protos/dualform/_version.py
 	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit(None if (3, 10) <= sys.version_info[:2] <= (3, 13) else "dualform needs Python 3.10 to 3.13; this is " + sys.version.split()[0] + ": make setup PYTHON=python3.12")'

@@ -51,7 +51,7 @@ def test_setup_refuses_an_unsupported_python(tmp_path: Path) -> None:
 
 def test_ci_runs_every_check() -> None:
     script = (ROOT / ".ci" / "run").read_text()
-    for target in ("setup", "lint", "stubs-check", "demo", "test"):
+    for target in ("setup", "lint", "stubs-check", "demo", "dist-check", "test"):
         assert re.search(rf"^step {target}$", script, re.MULTILINE), target
     assert script.rstrip().endswith("step test")
 
