@@ -11,6 +11,7 @@ import pytest
 from synthetic import make_index
 
 ROWS, D = 30_000, 16
+WIDE_ROWS, DISTINCT, WIDE = 20_000, 1_000, 256
 
 CODE = """
 import gc, sys, threading, time
@@ -26,8 +27,9 @@ from dualform.questions import (
 )
 from dualform.serve.memory import anonymous_bytes
 
-index, limits = Index.open(sys.argv[1]), Limits(max_message_mib=1024)
-d = index.layers["fc"].d_in
+limits = Limits(max_message_mib=1024)
+index = Index.open(sys.argv[1])
+d, d_out = index.layers["fc"].d_in, index.layers["fc"].d_out
 some = np.random.default_rng(0).standard_normal((300, d)).astype(np.float32)
 same = np.zeros((300, d), np.float32)
 
@@ -40,7 +42,7 @@ def one(name, estimate, answer):
         nonlocal most
         while not over.wait(0.0005):
             most = max(most, anonymous_bytes())
-    watching = threading.Thread(target=watch)
+    watching = threading.Thread(target=watch, daemon=True)
     watching.start()
     found = answer()
     data = found if isinstance(found, list) else found.SerializeToString()
@@ -67,6 +69,8 @@ rows("output-groups", OutputQuestion("fc", some, group_by="label", max_residual=
 rows("output-step", OutputQuestion("fc", some, at_step=30, max_residual=1e9))
 rows("contribution", TopKQuestion("fc", some, k=20, rank_by="contribution", unit=1,
     max_residual=1e9))
+rows("direction", TopKQuestion("fc", some, k=20, rank_by="contribution", direction=some[:, :d_out],
+    max_residual=1e9))
 explained = ExplainQuestion((("fc", some),), k=20, group_by="label", output=True)
 one("explain", needs.of_explain(index, explained),
     lambda: answers.explain(index, explained, limits, None))
@@ -74,6 +78,22 @@ stream = StreamWeightsQuestion("fc", some)
 one("stream", needs.of_stream(index, stream),
     lambda: [len(p.SerializeToString())
              for p in answers.stream_weights(index, stream, limits, None)])
+
+# Rows of one shard, with sketches, whose keys come again.
+index = Index.open(sys.argv[2])
+d, d_out = index.layers["fc"].d_in, index.layers["fc"].d_out
+some = np.random.default_rng(0).standard_normal((32, d)).astype(np.float32)
+same = np.zeros((32, d), np.float32)
+rows("wide-warm", TopKQuestion("fc", some[:2], k=3))
+for kind, queries in (("some", some), ("same", same)):
+    for strategy in ("certified", "distinct_keys", "scan"):
+        rows(f"wide-{strategy}-{kind}", TopKQuestion("fc", queries, k=500, strategy=strategy))
+    for order in ("largest", "absolute"):
+        ask = {"rank_by": "contribution", "strategy": "certified", "order": order}
+        rows(f"wide-unit-{order}-{kind}",
+            TopKQuestion("fc", queries, k=20, unit=1, max_residual=1e9, **ask))
+        rows(f"wide-direction-{order}-{kind}", TopKQuestion("fc", queries, k=20,
+            direction=some[:, :d_out], max_residual=1e9, **ask))
 """
 
 
@@ -88,12 +108,24 @@ def test_estimates_are_upper_bounds(tmp_path: Path) -> None:
         label=(np.arange(ROWS) % 7).tolist(),
         single=np.arange(ROWS).tolist(),
     )
+    # Keys near a plane of a few dimensions, so that sketches of them say something.
+    plane = rng.standard_normal((DISTINCT, 8)) @ rng.standard_normal((8, WIDE))
+    keys = plane + 0.01 * rng.standard_normal(plane.shape)
+    wide = make_index(
+        tmp_path / "wide",
+        keys.astype(np.float32)[np.arange(WIDE_ROWS) % DISTINCT],
+        rng.standard_normal((WIDE_ROWS, 16)).astype(np.float32),
+        rows_per_step=500,
+    )
     done = subprocess.run(
-        [sys.executable, "-c", CODE, str(index)], capture_output=True, text=True, timeout=500
+        [sys.executable, "-c", CODE, str(index), str(wide)],
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     measured = [line.split() for line in done.stdout.splitlines()]
-    assert len(measured) > 15
+    assert len(measured) > 30
     above = [line for line in measured if int(line[1]) > int(line[2])]
     assert not above
     # And no fantasies: what takes most is foreseen within an order of magnitude or so.
