@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Generator
 from pathlib import Path
 
@@ -11,6 +12,11 @@ import pytest
 from dualform.serve import policy
 
 policy.apply()  # before any test imports torch; the processes that tests start inherit it
+
+# A shell starts what it puts in the background with Ctrl-C ignored, and every child of such a
+# process ignores it too: tests that interrupt a command would wait for its own end.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = Path(os.environ.get("DUALFORM_DATA", ROOT.parent / "shared" / "data"))

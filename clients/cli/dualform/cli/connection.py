@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dualform.cli.errors import CommandError
+from dualform.cli.interruption import load_engine
 
 if TYPE_CHECKING:
     from dualform.client import Client
@@ -59,9 +60,7 @@ def open_client(options: argparse.Namespace) -> Client:
     for name in ("tls", "certificate", "key", "token_file"):
         if getattr(options, name):
             raise CommandError(f"--{name.replace('_', '-')} is for --server; --local asks nobody")
-    from dualform.serve import policy
-
-    policy.apply()
+    load_engine()
     from dualform.client import Client
 
     return Client.local(options.local)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dualform.cli.errors import CommandError
-from dualform.cli.interruption import Interruption
+from dualform.cli.interruption import Interruption, load_engine
 from dualform.cli.output import Progress, bytes_text, print_json, print_table
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def add_to(commands: Any) -> None:
 def _build(options: argparse.Namespace) -> int:
     started = time.monotonic()
     with Interruption() as interruption, Progress("building", "B") as progress:
-        _set_threads()
+        load_engine()
         import pyarrow
 
         from dualform.index import build_index
@@ -108,7 +108,7 @@ def _build(options: argparse.Namespace) -> int:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    _set_threads()
+    load_engine()
     from dualform.client import Client
     from dualform.store import IndexManifest
 
@@ -202,7 +202,7 @@ def _kept_as(layer: IndexLayer) -> str:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    _set_threads()
+    load_engine()
     from dualform.engine import verify_index
 
     with Progress("verifying", "rows") as progress:
@@ -246,13 +246,6 @@ def _print_report(report: VerifyReport) -> None:
         )
         print("errors are relative: |rebuilt - trained| / |trained - initial|, Frobenius norm;")
         print("of outputs, the largest part that no row explains")
-
-
-def _set_threads() -> None:
-    """The thread policy of a process of our own, before torch or FAISS is imported."""
-    from dualform.serve import policy
-
-    policy.apply()
 
 
 def _size(directory: Path) -> int:

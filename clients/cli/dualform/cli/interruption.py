@@ -1,5 +1,8 @@
 """Ctrl-C and SIGTERM during long work: it ends at once, cleans up after itself, and says so.
 
+While torch is imported nothing is there yet to be cleaned up, and an exception in the middle of its
+C++ code aborts the process: then a signal ends it outright.
+
 An exception that a signal raises may come up anywhere: inside an import, which makes an ImportError
 of it, or inside a callback of C code, which drops it. So the signal is noted as well, and what was
 dropped is raised at the next `check`.
@@ -7,13 +10,42 @@ dropped is raised at the next `check`.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
 from types import FrameType, TracebackType
 from typing import Any
 
-TERMINATED = 128 + signal.SIGTERM
+INTERRUPTED, TERMINATED = 128 + int(signal.SIGINT), 128 + int(signal.SIGTERM)
+
+
+def load_engine() -> None:
+    """Imports what computes, torch and FAISS among it, under the thread policy of a whole process.
+
+    Ctrl-C and SIGTERM meanwhile end the process with the status and the message that they have
+    later; nothing may have been begun before.
+    """
+    from dualform.serve import policy
+
+    policy.apply()
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            # Where the parent wants it ignored (nohup, a shell's background), it stays so.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                before[number] = signal.signal(number, _end)
+    try:
+        import dualform.engine  # noqa: F401
+    finally:
+        for caught, handler in before.items():
+            signal.signal(caught, handler)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    word = "interrupted" if number == signal.SIGINT else "terminated"
+    os.write(2, f"dualform: {word}\n".encode())
+    os._exit(128 + number)
 
 
 class Interruption:

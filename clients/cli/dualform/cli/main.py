@@ -25,9 +25,10 @@ from dualform._errors import DualformError
 from dualform._install import pip_install
 from dualform.cli import admin, index, plot, query, serve
 from dualform.cli.errors import CommandError
+from dualform.cli.interruption import INTERRUPTED
 
 DONE, NO, BAD = 0, 1, 2
-INTERRUPTED, NOBODY_READS = 130, 141
+NOBODY_READS = 141
 TRACEBACK = "DUALFORM_TRACEBACK"
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dualform.cli.errors import CommandError
+from dualform.cli.interruption import load_engine
 
 
 def add_to(commands: Any) -> None:
@@ -39,10 +40,10 @@ def add_to(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    # Neither loads torch or FAISS: `run` sets the thread policy before it does.
     from dualform.serve import check, run
 
     config = _config(options)
+    load_engine()
     if options.check_config:
         return check(config)
     return run(config, lambda: _config(options))
