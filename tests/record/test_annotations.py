@@ -143,7 +143,7 @@ def test_annotation_is_copied(tmp_path: Path, pair: Pair) -> None:
     assert Recording.open(tmp_path / "r").read_rows([0])["label"].to_pylist() == [1, 2, 3]
 
 
-@pytest.mark.parametrize("value", [[1, 2], [[1, 2, 3]], np.zeros((3, 4)), torch.zeros(0)])
+@pytest.mark.parametrize("value", [[1, 2], [[1, 2], [3, 4]], np.zeros((4, 3)), torch.zeros(0)])
 def test_a_size_that_does_not_fit_is_an_error_before_weights_move(
     tmp_path: Path, pair: Pair, value: Any
 ) -> None:

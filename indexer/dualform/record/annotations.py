@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -13,9 +12,12 @@ import torch
 from dualform.record.buffers import host_array
 from dualform.record.errors import AnnotationError
 from dualform.record.nulls import filled, without_nulls
-from dualform.store.row_metadata import ROW_COLUMNS, Block
+from dualform.store.row_metadata import ROW_COLUMNS
 
 _KINDS = {"i": "int64", "u": "int64", "f": "float64", "b": "bool", "U": "string"}
+ROWS = "rows"
+"""Among an annotation's columns: no metadata, but which rows are recorded."""
+
 _NUMPY_FLOATS = (torch.float16, torch.float32, torch.float64)
 
 
@@ -75,19 +77,6 @@ class Annotations:
         self.current = {}
 
 
-def block_of(step: int, leading: tuple[int, ...], columns: Mapping[str, Column]) -> Block:
-    """The metadata of a pass with this leading shape.
-
-    Raises:
-        AnnotationError: A column's size does not fit.
-    """
-    allowed = ((), leading[:1], leading) if leading else ((), (1,))
-    for name, column in columns.items():
-        if column.shape not in allowed:
-            raise AnnotationError(_misfit(name, column.shape, leading))
-    return Block(step, leading, {name: column.values for name, column in columns.items()})
-
-
 def _check_name(name: str) -> None:
     if name in ROW_COLUMNS or name == "row":
         raise AnnotationError(
@@ -107,20 +96,6 @@ def is_text(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _misfit(name: str, given: tuple[int, ...], leading: tuple[int, ...]) -> str:
-    allowed = ["one value for the whole batch"]
-    if leading:
-        allowed.append(f"{leading[0]} values, one per example")
-    if len(leading) > 1:
-        allowed.append(f"shape {list(leading)}, one per row")
-    return (
-        f"annotate({name}=...) was given shape {list(given)}, but the input of a recorded layer "
-        f"has leading dimensions {list(leading)} ({math.prod(leading):,} rows): allowed are "
-        f"{'; '.join(allowed)}. Annotate each pass with its own batch, or leave layers with "
-        "other shapes out with Recorder(..., layers=[...])"
-    )
 
 
 def _convert(name: str, value: Any) -> tuple[str, Column]:

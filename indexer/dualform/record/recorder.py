@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from dualform.record.annotations import Annotations, block_of
+from dualform.record.annotations import Annotations
+from dualform.record.blocks import StepBlocks
 from dualform.record.buffers import Pool
 from dualform.record.capture import Pass, Tape
 from dualform.record.compiled import HooksSeen, check_compiled
@@ -22,6 +23,7 @@ from dualform.record.disk import DiskSink
 from dualform.record.elements import SampledElements
 from dualform.record.errors import RecorderClosedError, RecordError, ResumeError
 from dualform.record.examples import ExampleIntake
+from dualform.record.fitting import Fitting
 from dualform.record.joined import JoinedLayer
 from dualform.record.optimizer import OptimizerView
 from dualform.record.recorded import RecordedLayer
@@ -32,7 +34,6 @@ from dualform.record.unclosed import closed_in_the_end
 from dualform.record.wrapped import unwrapped
 from dualform.store.ledger import InexactMark
 from dualform.store.recording_format import RecordingManifest
-from dualform.store.row_metadata import Block
 
 _LOGGER = logging.getLogger("dualform.record")
 _POOL_BYTES = 256 << 20
@@ -99,7 +100,7 @@ class Recorder:
         self._optimizer = OptimizerView(optimizer)
         selection = select_layers(model, layers, self._optimizer.holds)
         self._coverage = selection.coverage
-        self._annotations = Annotations()
+        self._annotations, self._fitting = Annotations(), Fitting()
         self._tape = Tape(Pool(_POOL_BYTES), self._annotations)
         random = np.random.default_rng()
         sampled = SampledElements(self._optimizer.family, random)
@@ -248,7 +249,7 @@ class Recorder:
         self._sink.check()
         self._optimizer.refresh()
         step = self._step
-        ledger, passes, blocks = [], [], _Blocks(step)
+        ledger, kept = [], []
         for layer in self._layers:
             self._mark(layer, layer.check_parameters(step))
             if step == self._first_step or step % layer.check_every == 0:
@@ -256,8 +257,9 @@ class Recorder:
             rows, mark = layer.judge(step)
             ledger.extend(rows)
             self._mark(layer, mark)
-            for item in layer.kept:
-                passes.append(self._captured(layer.spec.name, item, blocks))
+            kept += [(layer.spec.name, item) for item in layer.kept]
+        blocks = StepBlocks(step, kept, self._fitting)
+        passes = [self._captured(name, item, blocks) for name, item in kept]
         batch = StepBatch(step, passes, blocks.blocks, ledger, tuple(self._marks))
         if step == self._first_step:
             self._sink.begin(self._state(), batch.nbytes, self._planned_steps)
@@ -322,7 +324,7 @@ class Recorder:
         self._step = self._first_step = step
         self._bytes_since_state = resumed.bytes_since_state
 
-    def _captured(self, layer: str, item: Pass, blocks: _Blocks) -> CapturedPass:
+    def _captured(self, layer: str, item: Pass, blocks: StepBlocks) -> CapturedPass:
         assert item.key is not None
         item.key.seal()
         values = item.value if self._values else None
@@ -356,26 +358,6 @@ class Recorder:
                 "this recorder is closed; make a new Recorder with a new path, and annotate "
                 "inside its `with` block"
             )
-
-
-class _Blocks:
-    """Numbers the metadata of a step's passes, the same for layers that ran in the same passes."""
-
-    def __init__(self, step: int) -> None:
-        self.blocks: list[Block] = []
-        self._step = step
-        self._numbers: dict[tuple[int, tuple[int, ...], int], int] = {}
-        self._seen: dict[tuple[str, int, tuple[int, ...]], int] = {}
-
-    def number(self, layer: str, item: Pass) -> int:
-        """The n-th pass of a layer with one annotation and shape has the n-th such block."""
-        seen = (layer, id(item.annotation), item.leading)
-        repeat = self._seen[seen] = self._seen.get(seen, -1) + 1
-        key = (id(item.annotation), item.leading, repeat)
-        if key not in self._numbers:
-            self._numbers[key] = len(self.blocks)
-            self.blocks.append(block_of(self._step, item.leading, item.annotation))
-        return self._numbers[key]
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray:
