@@ -18,6 +18,7 @@ import pytest
 from dualform.client import Client, parse_filter
 from dualform.engine import Index
 from dualform.engine.errors import CancelledError, ResourceExhaustedError
+from dualform.engine.memory import shards
 from dualform.engine.totals import followed
 
 MASK = "label = 3 and step < 40"
@@ -64,6 +65,23 @@ def test_a_mask_again_is_no_further_pass(adamw_index: Path, passes: Passes) -> N
         assert passes.count == 3
         client.dual_output("2", queries(2), where=MASK)
         assert passes.count == 3
+
+
+def test_a_mask_again_reads_no_row(adamw_index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither keys nor values, of any shard."""
+    read, rows = [], shards.ShardFile.rows
+
+    def counted(self: shards.ShardFile) -> Any:
+        read.append(self.path)
+        return rows(self)
+
+    monkeypatch.setattr(shards.ShardFile, "rows", counted)
+    with Client.local(adamw_index, device="cpu") as client:
+        client.dual_output("2", queries(0), where=MASK, group_by="label")
+        assert len(read) > 1
+        read.clear()
+        client.dual_output("2", queries(1), where=MASK, group_by="label")
+        assert read == []
 
 
 def _wait_until(done: Callable[[], bool]) -> None:
@@ -128,7 +146,9 @@ def test_more_groups_than_memory_are_refused_before_a_row_is_read(
     with Index.open(adamw_index, device="cpu") as index:
         layer = index.layers["2"]
         groups = len(layer.space.grouping("label").values)
-        needed = (groups + 2) * layer.d_in * layer.d_out * 16
+        # Of each number: the initial part in float64, three buffers of Adam's and four tensors on
+        # the way in float32; of each part itself in float64, moves and momentum in float32.
+        needed = layer.d_in * layer.d_out * (8 + (3 + 4) * 4 + groups * (8 + 2 * 4))
         monkeypatch.setattr(followed, "FOLLOWED_BYTES", needed)
         found = index.dual_output("2", queries(0), group_by="label", at_step=5)
         assert (found.values.shape[1], passes.count) == (groups, 1)

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from dualform.engine import Index
+from dualform.engine.topk import followed
+from dualform.engine.totals import steps
 from dualform.index import build_index
 from dualform.record import Recorder
 from dualform.store.recording import Recording
@@ -76,6 +78,13 @@ def contributions(recording: Path, queries: np.ndarray, unit: int, end: int) -> 
     return found
 
 
+@pytest.fixture(params=[1, 1 << 10], ids=["pruned", "at once"])
+def first_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So few rows are scored exactly before bounds and float32 choose among the others, or all."""
+    monkeypatch.setattr(followed, "FIRST_ROWS", request.param)
+
+
+@pytest.mark.usefixtures("first_rows")
 @pytest.mark.parametrize("end", [None, 1, 33])
 @pytest.mark.parametrize("order", ["largest", "smallest", "absolute"])
 def test_the_best_rows_are_those_of_every_rows_own_recursion(
@@ -108,6 +117,7 @@ def test_the_best_rows_are_those_of_every_rows_own_recursion(
                     np.testing.assert_allclose(merits[kept], merits[best], rtol=2e-4, atol=1e-8)
 
 
+@pytest.mark.usefixtures("first_rows")
 def test_shards_and_batches_change_nothing(paths: list[Path]) -> None:
     queries = np.random.default_rng(1).standard_normal((5, D_IN)).astype(np.float32)
     answers = []
@@ -138,3 +148,50 @@ def test_shards_and_batches_change_nothing(paths: list[Path]) -> None:
     for one, several in ((0, 2), (1, 3)):
         np.testing.assert_array_equal(answers[one][0], answers[several][0])
         np.testing.assert_array_equal(answers[one][1], answers[several][1])
+
+
+def test_bounds_leave_most_keys_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values differ by orders of magnitude, and what is small can't be among the best."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(D_IN, D_OUT))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    images, weights = torch.randn(40, D_IN), 10.0 ** -(torch.arange(40) % 5)
+    with Recorder(model, optimizer, tmp_path / "recording"):
+        for _ in range(STEPS):
+            ids = torch.randint(0, 40, (BATCH,))
+            optimizer.zero_grad()
+            losses = nn.functional.cross_entropy(model(images[ids]), ids % 3, reduction="none")
+            (losses * weights[ids]).mean().backward()
+            optimizer.step()
+    build_index(tmp_path / "recording", tmp_path / "index")
+    queries = np.random.default_rng(3).standard_normal((1, D_IN)).astype(np.float32)
+    read: list[int] = []
+    monkeypatch.setattr(followed, "FIRST_ROWS", 1)
+    with Index.open(tmp_path / "index", device="cpu") as index:
+        index.top_k("0", queries, 3, rank_by="contribution", unit=2)  # makes the metric
+        keys_at = type(index.layers["0"]).keys_at
+
+        def counted(self: Any, positions: np.ndarray) -> torch.Tensor:
+            read.append(len(positions))
+            return keys_at(self, positions)
+
+        monkeypatch.setattr(type(index.layers["0"]), "keys_at", counted)
+        index.top_k("0", queries, 3, rank_by="contribution", unit=2)
+    assert 0 < sum(read) < STEPS * BATCH / 2
+
+
+@pytest.mark.parametrize("most", [2, 5, 2048])
+@pytest.mark.parametrize("number", [0, 1], ids=["one shard", "several"])
+def test_key_sums_are_each_steps(
+    paths: list[Path], monkeypatch: pytest.MonkeyPatch, number: int, most: int
+) -> None:
+    """However many rows are added in float32; against float64."""
+    monkeypatch.setattr(steps, "PRODUCT_ROWS", most)
+    with Index.open(paths[number], device="cpu") as index:
+        layer = index.layers["0"]
+        values = layer.values_at(np.arange(layer.rows), 1)
+        found = steps.key_sums(layer, values, 41, None).numpy()
+        keys = layer.keys_at(np.arange(layer.rows)).double().numpy()
+    expected = np.zeros((STEPS, D_IN))
+    np.add.at(expected, layer.space.steps, values[:, None].astype(np.float64) * keys)
+    np.testing.assert_allclose(found, expected[:41], rtol=1e-5, atol=1e-7)

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import OrderedDict
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from synthetic import make_index
+from torch import nn
+
+from dualform.index import build_index
+from dualform.record import Recorder
 
 ROWS, D = 30_000, 16
 WIDE_ROWS, DISTINCT, WIDE = 20_000, 1_000, 256
@@ -19,6 +25,7 @@ from dualform.serve import policy
 policy.apply(1)
 import ctypes
 import numpy as np
+from dualform.client import parse_filter
 from dualform.engine.api.index import Index
 from dualform.engine.messages import answers, needs
 from dualform.engine.messages.limits import Limits
@@ -55,6 +62,9 @@ def rows(name, question):
         lambda: answers.about_rows(index, question, limits, None))
 
 rows("warm", TopKQuestion("fc", some[:2], k=3))
+"""
+
+ANY = """
 for kind, queries in (("some", some), ("same", same)):
     rows(f"top-k-{kind}", TopKQuestion("fc", queries, k=50))
     rows(f"top-k-scan-{kind}", TopKQuestion("fc", queries, k=50, strategy="scan"))
@@ -96,6 +106,22 @@ for kind, queries in (("some", some), ("same", same)):
             direction=some[:, :d_out], max_residual=1e9, **ask))
 """
 
+FOLLOWED = """
+for kind, queries in (("some", some), ("same", same)):
+    for unit in (1, 2):
+        rows(f"contribution-{kind}-{unit}", TopKQuestion("fc", queries[:5], k=50,
+            rank_by="contribution", unit=unit, max_residual=1e9))
+    rows(f"contribution-groups-{kind}", TopKQuestion("fc", queries[:5], k=50, group_by="label",
+        distinct="single", rank_by="contribution", unit=1, max_residual=1e9))
+    rows(f"direction-{kind}", TopKQuestion("fc", queries[:20], k=50, rank_by="contribution",
+        direction=np.ones((20, 8), np.float32), max_residual=1e9))
+for step in (None, 30):
+    rows(f"output-{step}", OutputQuestion("fc", some, where=parse_filter("label != 3"),
+        at_step=step, max_residual=1e9))
+    rows(f"output-groups-{step}", OutputQuestion("fc", some, group_by="label", at_step=step,
+        max_residual=1e9))
+"""
+
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_estimates_are_upper_bounds(tmp_path: Path) -> None:
@@ -117,17 +143,39 @@ def test_estimates_are_upper_bounds(tmp_path: Path) -> None:
         rng.standard_normal((WIDE_ROWS, 16)).astype(np.float32),
         rows_per_step=500,
     )
-    done = subprocess.run(
-        [sys.executable, "-c", CODE, str(index), str(wide)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    measured = [line.split() for line in done.stdout.splitlines()]
+    measured = assert_upper_bounds(ANY, index, wide)
     assert len(measured) > 30
-    above = [line for line in measured if int(line[1]) > int(line[2])]
-    assert not above
     # And no fantasies: what takes most is foreseen within an order of magnitude or so.
     name, took, estimate = max(measured, key=lambda line: int(line[1]))
     assert int(estimate) < 30 * int(took), name
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_so_are_those_of_layers_that_are_followed(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(OrderedDict(fc=nn.Linear(D, 8)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with Recorder(model, optimizer, tmp_path / "recording") as recorder:
+        for ids in torch.arange(ROWS).split(500):
+            recorder.annotate(label=ids % 7, single=ids)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(torch.randn(500, D)), ids % 8).backward()
+            optimizer.step()
+    build_index(tmp_path / "recording", tmp_path / "index")
+    assert_upper_bounds(FOLLOWED, tmp_path / "index")
+
+
+def assert_upper_bounds(questions: str, *indexes: Path) -> list[list[str]]:
+    """Ask in a process of its own; lines of what was asked, bytes taken, and bytes estimated."""
+    done = subprocess.run(
+        [sys.executable, "-c", CODE + questions, *map(str, indexes)],
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr
+    measured = [line.split() for line in done.stdout.splitlines()]
+    assert len(measured) > 10
+    above = [line for line in measured if int(line[1]) > int(line[2])]
+    assert not above
+    return measured

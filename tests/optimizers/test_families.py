@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from dualform.optimizers import FAMILIES, AdamSettings, Trajectory, adjoint, family_of
+from dualform.optimizers import (
+    FAMILIES,
+    STILL,
+    AdamSettings,
+    Trajectory,
+    adjoint,
+    family_of,
+    gradient_factors,
+)
 from dualform.record.optimizer import OptimizerView
 
 from .training import DEAD, SHAPES, Make, Run, follow, total, train
@@ -112,6 +120,31 @@ def assert_parts_add_up(view: OptimizerView, runs: dict[str, Run]) -> None:
                 assert_close(tensor, run.end[buffer], run.end[buffer].norm())
         for part in followed.parts:  # what had no gradient moved nothing
             assert not part.weight[DEAD].any()
+
+
+@pytest.mark.parametrize(("kind", "settings"), MATRIX)
+def test_steps_together_are_steps_one_by_one(
+    kind: type[torch.optim.Optimizer], settings: dict[str, Any]
+) -> None:
+    """A unit's transitions and how much of each gradient is left, as rankings need them."""
+    view, runs = train(maker(kind, settings), 5, before=3, change=change)
+    for name, run in runs.items():
+        one_by_one = follow(view, run).transitions
+        taken = [step for step in run.steps if step.parts is not None]
+        needed = any(view.family.follows_whole(step.row.settings) for step in taken)
+        together = iter(
+            Trajectory(view.family, run.state, follow=needed).run(
+                [step.row.settings for step in taken],
+                [step.row.first for step in taken],
+                torch.stack([total(step.parts) for step in taken if step.parts is not None]),
+            )
+        )
+        moves = [STILL if step.parts is None else next(together) for step in run.steps]
+        found = gradient_factors(moves, SHAPES[name])
+        factors, _, _ = adjoint(reversed(one_by_one))
+        for ours, factor in zip(found, reversed(factors), strict=True):
+            expected = torch.zeros(SHAPES[name], dtype=torch.float64) + factor
+            torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-14)
 
 
 def assert_close(got: torch.Tensor, expected: torch.Tensor, size: torch.Tensor) -> None:

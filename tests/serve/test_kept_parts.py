@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from dualform.client import Client, InvalidArgumentError
+from dualform.engine.memory import shards
 from dualform.engine.totals import followed
 from dualform.index import build_index
 
@@ -37,6 +38,7 @@ def test_clients_share_the_parts_of_a_mask(
     with serving({"digits": adamw_index}) as served, ThreadPoolExecutor(6) as pool:
         found = np.concatenate(list(pool.map(ask, range(6))))
         assert passes == ["2"]
+        monkeypatch.setattr(shards.ShardFile, "rows", None)  # the same mask again reads no row
         again = np.concatenate([ask(number) for number in range(6)])
     assert passes == ["2"]
     np.testing.assert_array_equal(found, again)

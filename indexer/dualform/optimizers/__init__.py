@@ -7,7 +7,14 @@ from dualform.optimizers.adam import Adam, AdamSettings
 from dualform.optimizers.adamax import Adamax, AdamaxSettings
 from dualform.optimizers.family import STILL, Factor, Family, Transition, moved
 from dualform.optimizers.lamb import Lamb, LambSettings
-from dualform.optimizers.layer_run import Affine, LayerRun, ParameterRun, layer_state, products
+from dualform.optimizers.layer_run import (
+    PRODUCT_ROWS,
+    Affine,
+    LayerRun,
+    followed_bytes,
+    layer_state,
+    products,
+)
 from dualform.optimizers.lion import Lion, LionSettings
 from dualform.optimizers.nadam import NAdam, NAdamSettings
 from dualform.optimizers.radam import RAdam, RAdamSettings
@@ -15,11 +22,12 @@ from dualform.optimizers.registry import FAMILIES, Found, family_of
 from dualform.optimizers.rmsprop import RMSprop, RMSpropSettings
 from dualform.optimizers.rprop import Rprop, RpropSettings
 from dualform.optimizers.sgd import SGD, SGDSettings
-from dualform.optimizers.trajectory import Part, Trajectory, adjoint
+from dualform.optimizers.trajectory import Part, Trajectory, adjoint, gradient_factors
 from dualform.optimizers.unknown import Unknown, UnknownSettings
 
 __all__ = [
     "FAMILIES",
+    "PRODUCT_ROWS",
     "SGD",
     "STILL",
     "Adadelta",
@@ -43,7 +51,6 @@ __all__ = [
     "LionSettings",
     "NAdam",
     "NAdamSettings",
-    "ParameterRun",
     "Part",
     "RAdam",
     "RAdamSettings",
@@ -58,6 +65,8 @@ __all__ = [
     "UnknownSettings",
     "adjoint",
     "family_of",
+    "followed_bytes",
+    "gradient_factors",
     "layer_state",
     "moved",
     "products",

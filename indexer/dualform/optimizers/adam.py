@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -63,13 +63,51 @@ class Adam(Family):
         second = whole["exp_avg_sq"].mul_(beta2).addcmul_(adjusted, adjusted, value=1 - beta2)
         if amsgrad:
             second = torch.maximum(whole["max_exp_avg_sq"], second, out=whole["max_exp_avg_sq"])
-        step_size = lr / (1 - beta1**nth)
-        denominator = second.sqrt().div_((1 - beta2**nth) ** 0.5).add_(eps)
+        # lr / (1 - beta1^n) over sqrt(v / (1 - beta2^n)) + eps, the corrections taken out of it
+        # so that the second moment is passed over as seldom as can be.
+        root = (1 - beta2**nth) ** 0.5
+        step_size = second.new_tensor(-lr * root / (1 - beta1**nth))
+        denominator = second.sqrt().add_(eps * root)
         return Transition(
             mm=beta1,
             mw=(1 - beta1) * coupled,
             mg=(1 - beta1) * sign,
             ww=1 - lr * decay if decoupled else 1.0,
-            wm=denominator.reciprocal_().mul_(-step_size),
+            wm=torch.div(step_size, denominator, out=denominator),
             wg=0.0,
         )
+
+    def transitions(
+        self,
+        settings: Sequence[AdamSettings],
+        firsts: Sequence[bool],
+        whole: Whole,
+        gradients: torch.Tensor,
+    ) -> list[Transition]:
+        """All steps together but for the second moment's recurrence: an operation each."""
+        if any(each.amsgrad for each in settings):
+            return super().transitions(settings, firsts, whole, gradients)
+
+        def column(values: Iterable[float]) -> torch.Tensor:
+            return gradients.new_tensor(list(values)).reshape(-1, *[1] * (gradients.ndim - 1))
+
+        moments = gradients.mul_(gradients).mul_(column(1 - each.beta2 for each in settings))
+        second = whole["exp_avg_sq"]
+        for moment, each in zip(moments.unbind(), settings, strict=True):
+            second = moment.add_(second, alpha=each.beta2)
+        whole["exp_avg_sq"] = second.clone()
+        roots = column((1 - each.beta2**each.nth) ** 0.5 for each in settings)
+        sizes = column(-each.lr / (1 - each.beta1**each.nth) for each in settings) * roots
+        denominators = moments.sqrt_().add_(column(each.eps for each in settings) * roots)
+        factors = torch.div(sizes, denominators, out=denominators).unbind()
+        return [
+            Transition(
+                mm=each.beta1,
+                mw=0.0,
+                mg=(1 - each.beta1) * (-1.0 if each.maximize else 1.0),
+                ww=1 - each.lr * each.weight_decay if each.decoupled else 1.0,
+                wm=factor,
+                wg=0.0,
+            )
+            for each, factor in zip(settings, factors, strict=True)
+        ]

@@ -10,7 +10,7 @@ which follows the optimizer's own recursion with the part's gradient in place of
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
@@ -142,6 +142,22 @@ class Family(ABC):
                 moved by the caller.
             gradient: The whole's, as the optimizer finds it, the parameter's shape.
         """
+
+    def transitions(
+        self,
+        settings: Sequence[Any],
+        firsts: Sequence[bool],
+        whole: Whole,
+        gradients: torch.Tensor,
+    ) -> list[Transition]:
+        """The factors of steps one after another, none of which `follows_whole`.
+
+        Args:
+            settings, firsts, whole: As for `transition`; of each step.
+            gradients: The whole's, [steps, ...]; they may be overwritten.
+        """
+        each = zip(settings, firsts, gradients, strict=True)
+        return [self.transition(own, first, whole, gradient) for own, first, gradient in each]
 
 
 def same_names(*names: str) -> Mapping[str, str]:

@@ -6,14 +6,14 @@ with a gradient of zero, or not at all where the ledger says that the parameter 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from dualform.optimizers.family import Family, Transition
+from dualform.optimizers.family import Family
 from dualform.optimizers.trajectory import Part, Trajectory
 
 PRODUCT_ROWS = 2048
@@ -78,7 +78,7 @@ class ParameterRun:
         self._step = start
         self._trajectory = Trajectory(family, state, follow=follow, dtype=dtype)
         self._dtype = dtype
-        self._zeros = torch.zeros(state["weight"].shape, dtype=dtype)
+        self._zeros = torch.zeros((), dtype=dtype).expand(state["weight"].shape)
         self.initial = self._trajectory.start(state)
         self.parts = [self._trajectory.empty() for _ in range(parts)]
 
@@ -86,46 +86,36 @@ class ParameterRun:
         """One more part, which had no rows so far."""
         self.parts.append(self._trajectory.empty())
 
-    def advance(
-        self,
-        step: int,
-        watch: Callable[[int, Transition], None] | None = None,
-    ) -> None:
+    @property
+    def scale(self) -> float:
+        """What products of values and keys are multiplied with to be the next step's gradient; 0
+        where the parameter takes no part in that step."""
+        row = self._rows[self._step]
+        return -row.scale if row.took_part else 0.0
+
+    def advance(self, step: int) -> None:
         """Take all steps before this one, in which no rows came, with gradients of zero."""
         while self._step < step:
-            self.take(self._zeros, [None] * len(self.parts), watch)
+            self.take(self._zeros, [None] * len(self.parts))
 
-    def take(
-        self,
-        products: torch.Tensor,
-        of_parts: Sequence[torch.Tensor | None],
-        watch: Callable[[int, Transition], None] | None = None,
-    ) -> None:
+    def take(self, gradient: torch.Tensor, of_parts: Sequence[torch.Tensor | None]) -> None:
         """Take the next step.
 
         Args:
-            products: E, what all rows of the step add up to: sum e (x) x for a weight, sum e for a
-                bias, floating. Their gradient is -scale E.
+            gradient: What all rows of the step add up to, times `scale`: floating.
             of_parts: Likewise of each part's rows; None where it has none.
-            watch: Called with the step's number and transition, unless nothing moved.
         """
         row = self._rows[self._step]
         self._step += 1
         if not row.took_part:
             return
-
-        def gradient(of_part: torch.Tensor | None) -> torch.Tensor | None:
-            return None if of_part is None else of_part.to(self._dtype).mul(-row.scale)
-
-        whole = products.to(self._dtype).mul(-row.scale)
+        whole = gradient.to(self._dtype)
         parts: list[tuple[Part, torch.Tensor | None]] = [(self.initial, None)]
-        parts += [
-            (part, whole if of_part is products else gradient(of_part))
-            for part, of_part in zip(self.parts, of_parts, strict=True)
-        ]
-        transition = self._trajectory.step(row.settings, row.first, whole, parts)
-        if watch is not None:
-            watch(self._step - 1, transition)
+        for part, of_part in zip(self.parts, of_parts, strict=True):
+            if of_part is not None:
+                of_part = whole if of_part is gradient else of_part.to(self._dtype)
+            parts.append((part, of_part))
+        self._trajectory.step(row.settings, row.first, whole, parts)
 
     def buffers(self) -> Mapping[str, torch.Tensor]:
         """The whole's preconditioner as it is now."""
@@ -153,6 +143,7 @@ class LayerRun:
         start: int,
         parts: int,
     ) -> None:
+        self._family, self._numbers = family, state["weight"]["weight"].numel()
         # Training's own precision: a weight's moves are float32 there too, and it takes a third of
         # the time. A bias costs nothing.
         dtype = torch.float32 if family.single else torch.float64
@@ -177,15 +168,11 @@ class LayerRun:
             parts: Which of the rows each part has, as an index into them; None for none.
         """
         self.advance(step)
-        whole = products(keys, values)
-        of_parts = [
-            None if p is None else whole if _is_all(p, len(keys)) else products(keys[p], values[p])
-            for p in parts
-        ]
-        self._weight.take(whole, of_parts)
+        self._weight.take(*_gradients(keys, values, parts, self._weight.scale))
         if self._bias is not None:
-            total = values.sum(0, dtype=torch.float64)
-            sums = [None if p is None else values[p].sum(0, dtype=torch.float64) for p in parts]
+            scaled = values.double() * self._bias.scale
+            total = scaled.sum(0)
+            sums = [None if p is None else scaled[p].sum(0) for p in parts]
             self._bias.take(total, sums)
 
     def advance(self, step: int) -> None:
@@ -193,6 +180,10 @@ class LayerRun:
         self._weight.advance(step)
         if self._bias is not None:
             self._bias.advance(step)
+
+    def bytes_with(self, parts: int) -> int:
+        """Memory that it takes with so many parts."""
+        return followed_bytes(self._family, self._numbers, parts)
 
     def add_part(self) -> None:
         """One more part, which had no rows so far; parts are numbered as they come."""
@@ -210,6 +201,21 @@ class LayerRun:
         """What a part's rows became."""
         bias = None if self._bias is None else self._bias.parts[number].weight
         return Affine(self._weight.parts[number].weight, bias)
+
+
+def followed_bytes(family: Family, numbers: int, parts: int) -> int:
+    """Memory that following a parameter takes.
+
+    Args:
+        family: The optimizer's.
+        numbers: How many elements the parameter has.
+        parts: How many parts gather rows.
+    """
+    size = 4 if family.single else 8
+    # The whole's buffers, the initial part's moves, the gradients of the whole and of a part, a
+    # factor; and float64 weights of every part, with their moves and their momentum.
+    whole = 8 + (len(family.buffers) + 4) * size
+    return numbers * (whole + parts * (8 + 2 * size))
 
 
 def products(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -232,6 +238,29 @@ def products(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         rows = slice(start, start + PRODUCT_ROWS)
         total += values[rows].T @ keys[rows]
     return total.float()
+
+
+def _gradients(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    parts: Sequence[slice | torch.Tensor | None],
+    scale: float,
+) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+    """The gradient of all rows of a step, and of those of each part; arguments as for `take`."""
+    scaled = values * scale
+    whole = products(keys, scaled)
+
+    def of_part(part: slice | torch.Tensor) -> torch.Tensor:
+        if _is_all(part, len(keys)):
+            return whole
+        if not isinstance(part, torch.Tensor) or 2 * len(part) <= len(keys):
+            return products(keys[part], scaled[part])
+        others = torch.ones(len(keys), dtype=torch.bool)
+        others[part] = False
+        rest = products(keys[others], scaled[others])
+        return torch.sub(whole, rest, out=rest)
+
+    return whole, [None if part is None else of_part(part) for part in parts]
 
 
 def _is_all(part: slice | torch.Tensor, rows: int) -> bool:

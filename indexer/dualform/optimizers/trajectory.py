@@ -17,6 +17,9 @@ from dualform.optimizers.family import STILL, Factor, Family, Transition, Whole,
 FLUSHED = 16
 """After so many steps what a part moved by in float32 is added to its weight."""
 
+_SMALLEST = 1e-3
+"""A part's weight is multiplied by its factor before that is smaller."""
+
 
 class Part:
     """One part of a parameter: what some of the rows, or the initial state, made of it.
@@ -41,6 +44,7 @@ class Part:
         self._base = weight
         self._dtype = dtype
         self._moved = weight if dtype == torch.float64 else None
+        # The weight is factor * (base + moved): a decay that is a number costs no pass over them.
         self._factor = 1.0
         self._steps = 0
 
@@ -48,6 +52,7 @@ class Part:
     def weight(self) -> torch.Tensor:
         """The part's weight, float64, the parameter's shape; only to be read."""
         self._flush()
+        self._settle()
         return self._base
 
     def move(self, transition: Transition, gradient: torch.Tensor | None) -> None:
@@ -57,16 +62,11 @@ class Part:
             transition: The whole run's.
             gradient: The part's own, of its dtype; None where it has none.
         """
-        mm, mw, mg, ww, wm, wg = transition
-        if self.momentum is not None:
-            scale_(self.momentum, mm)
-        elif not _is_zero(mw) or (gradient is not None and not _is_zero(mg)):
+        _, mw, mg, ww, wm, wg = transition
+        if self.momentum is None and not (_is_zero(mw) and (gradient is None or _is_zero(mg))):
             self.momentum = torch.zeros_like(self._base, dtype=self._dtype)
         if self.momentum is not None:
-            if not _is_zero(mw):
-                add_(self.momentum, mw, self.weight.to(self._dtype))
-            if gradient is not None:
-                add_(self.momentum, mg, gradient)
+            self._gather(self.momentum, transition, gradient)
         self._scale(ww)
         if self.momentum is not None:
             self._add(wm, self.momentum)
@@ -76,33 +76,53 @@ class Part:
         if self._steps % FLUSHED == 0:
             self._flush()
 
+    def _gather(
+        self, momentum: torch.Tensor, transition: Transition, gradient: torch.Tensor | None
+    ) -> None:
+        """Take the momentum to the next step, from the weight before it."""
+        mm, mw, mg = transition.mm, transition.mw, transition.mg
+        averages = isinstance(mm, float) and isinstance(mg, float) and mm + mg == 1.0
+        if gradient is not None and averages and _is_zero(mw):
+            momentum.lerp_(gradient, mg)
+            return
+        scale_(momentum, mm)
+        if not _is_zero(mw):
+            add_(momentum, mw, self.weight.to(self._dtype))
+        if gradient is not None:
+            add_(momentum, mg, gradient)
+
     def _scale(self, factor: Factor) -> None:
-        if self._moved is self._base:
-            scale_(self._base, factor)
-        elif isinstance(factor, torch.Tensor):
+        if isinstance(factor, torch.Tensor):
             self._flush()
             self._base.mul_(factor)
-        else:
-            self._factor *= factor
-            if self._moved is not None:
-                scale_(self._moved, factor)
+            return
+        self._factor *= factor
+        if not _SMALLEST <= self._factor <= 1 / _SMALLEST:
+            self._settle()
 
     def _add(self, factor: Factor, other: torch.Tensor) -> None:
         if _is_zero(factor):
             return
         if self._moved is None:
             self._moved = torch.zeros_like(self._base, dtype=self._dtype)
-        add_(self._moved, factor, other)
+        if isinstance(factor, torch.Tensor):
+            self._moved.addcmul_(factor, other, value=1 / self._factor)
+        else:
+            self._moved.add_(other, alpha=factor / self._factor)
 
     def _flush(self) -> None:
-        if self._moved is self._base:
-            return
-        if self._factor != 1.0:
-            self._base.mul_(self._factor)
-            self._factor = 1.0
-        if self._moved is not None:
+        """Add what moved in float32 to the base."""
+        if self._moved is not None and self._moved is not self._base:
             self._base.add_(self._moved)
             self._moved.zero_()
+
+    def _settle(self) -> None:
+        """Multiply by the factor."""
+        if self._factor != 1.0:
+            self._base.mul_(self._factor)
+            if self._moved is not None and self._moved is not self._base:
+                self._moved.mul_(self._factor)
+            self._factor = 1.0
 
 
 def _is_zero(factor: Factor) -> bool:
@@ -173,11 +193,7 @@ class Trajectory:
         Returns:
             The step's transition.
         """
-        if self._missing:
-            fresh = self.family.fresh(settings)
-            for name in fresh.keys() & self._missing:
-                self.whole[name].fill_(fresh[name])
-            self._missing = []
+        self._create(settings)
         if self._follow is not None:
             self.whole["weight"] = self._follow.weight.to(self._dtype)
             buffer, momentum = self.family.momentum, self._follow.momentum
@@ -189,6 +205,32 @@ class Trajectory:
         for part, gradient_of_part in parts:
             part.move(transition, gradient_of_part)
         return transition
+
+    def run(
+        self, settings: Sequence[Any], firsts: Sequence[bool], gradients: torch.Tensor
+    ) -> list[Transition]:
+        """Take steps one after another, without parts.
+
+        Args:
+            settings, firsts: Of each, as for `step`.
+            gradients: The whole's, [steps, ...]; they may be overwritten.
+
+        Returns:
+            Their transitions.
+        """
+        if self._follow is not None or not settings:
+            each = zip(settings, firsts, gradients, strict=True)
+            return [self.step(own, first, gradient, ()) for own, first, gradient in each]
+        self._create(settings[0])
+        return self.family.transitions(settings, firsts, self.whole, gradients)
+
+    def _create(self, settings: Any) -> None:
+        """Before the first step: fill the buffers that are not there as the optimizer does."""
+        if self._missing:
+            fresh = self.family.fresh(settings)
+            for name in fresh.keys() & self._missing:
+                self.whole[name].fill_(fresh[name])
+            self._missing = []
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().to(self._dtype, copy=True)
@@ -217,7 +259,46 @@ def adjoint(
         if t is STILL:
             factors.append(0.0)
             continue
-        later = r + p * t.wm
-        factors.append(p * t.wg + later * t.mg)
-        p, r = p * t.ww + later * t.mw, later * t.mm
+        later = _plus(r, _times(p, t.wm))
+        factors.append(_plus(_times(p, t.wg), _times(later, t.mg)))
+        p, r = _plus(_times(p, t.ww), _times(later, t.mw)), _times(later, t.mm)
     return factors, p, r
+
+
+def gradient_factors(transitions: Sequence[Transition], shape: Sequence[int]) -> torch.Tensor:
+    """How much of each step's gradient is in the final weight: float64 [steps, *shape].
+
+    Args:
+        transitions: Of the steps, the first one first; `STILL` where the parameter took no part.
+        shape: The parameter's.
+    """
+    out = torch.zeros((len(transitions), *shape), dtype=torch.float64)
+    rows = out.unbind()
+    if not all(map(_by_momentum, transitions)):
+        factors, _, _ = adjoint(reversed(transitions))
+        for row, factor in zip(rows, reversed(factors), strict=True):
+            row.add_(factor)
+        return out
+    # `adjoint` where the weight moves by the momentum alone: p is a number, and later = r + p wm a
+    # recurrence with one operation a step.
+    p, decay, later = 1.0, 0.0, None
+    for row, (mm, _, _, ww, wm, _) in zip(reversed(rows), reversed(transitions), strict=True):
+        row.add_(wm, alpha=p)
+        if later is not None:
+            row.add_(later, alpha=decay)
+        p, decay, later = p * float(ww), float(mm), row
+    return out.mul_(out.new_tensor([t.mg for t in transitions]).reshape(-1, *[1] * len(shape)))
+
+
+def _by_momentum(t: Transition) -> bool:
+    """Whether gradients reach the weight through the momentum alone, and numbers do the rest."""
+    numbers = all(not isinstance(factor, torch.Tensor) for factor in (t.mm, t.mg, t.ww))
+    return numbers and _is_zero(t.mw) and _is_zero(t.wg)
+
+
+def _plus(a: Factor, b: Factor) -> Factor:
+    return b if _is_zero(a) else a if _is_zero(b) else a + b
+
+
+def _times(a: Factor, b: Factor) -> Factor:
+    return 0.0 if _is_zero(a) or _is_zero(b) else a * b

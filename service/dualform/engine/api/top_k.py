@@ -50,7 +50,7 @@ def top_k(opened: Opened, layer: Layer, question: TopKQuestion, stop: Stop | Non
     coverage = Coverage.of(layer, selected)
     contribution = ranking.contribution
     if contribution is not None and contribution.coefficients is None and end is not None:
-        why = "each step has its own metric, so every row is scored"
+        why = "each step has its own metric, by which rows are bounded"
         check_strategy(question.strategy, {**dict.fromkeys(refused, why), "scan": None})
         plan = Plan("scan", why, {})
         rows = selected & layer.finite
@@ -60,7 +60,7 @@ def top_k(opened: Opened, layer: Layer, question: TopKQuestion, stop: Stop | Non
             )
         else:
             metric = opened.metrics.find(layer, contribution.unit, end, stop)
-            hits = best_by_metric(layer, queries, ranking, metric, contribution.unit, rows, stop)
+            hits = best_by_metric(layer, queries, ranking, metric, rows, stop)
     else:
         hits, plan = _search(
             opened, layer, queries, ranking, refused, question.strategy, selected, stop

@@ -193,7 +193,7 @@ class Layer:
 
     def values_at(self, positions: np.ndarray, unit: int) -> np.ndarray:
         """One output unit's values at these positions, int64 [m] and ascending: float32 [m]."""
-        parts = []
+        parts = [np.empty(0, np.float32)]
         bounds = np.searchsorted(positions, self.space.starts)
         for shard, first, last in zip(self.shards, bounds, bounds[1:], strict=False):
             if first < last:

@@ -16,11 +16,12 @@ from dualform.engine.api.index import Index
 from dualform.engine.memory.layer import Layer
 from dualform.engine.memory.shards import TILE_BYTES, tile_rows
 from dualform.engine.messages import responses
-from dualform.engine.topk.followed import SCORE_BYTES
+from dualform.engine.topk.followed import EXACT_ROWS
+from dualform.engine.topk.followed_along import SCORE_BYTES
 from dualform.engine.topk.scan import SPAN, block_queries
 from dualform.engine.topk.top_k import COMPRESS_AT, candidates
-from dualform.engine.totals.followed import BYTES_PER_NUMBER
 from dualform.engine.totals.row_parts import REBUILD_BYTES
+from dualform.optimizers import followed_bytes
 from dualform.questions import (
     ExamplesQuestion,
     ExplainQuestion,
@@ -48,6 +49,11 @@ _ROW = 16
 _COLUMN_ROW = 24
 # Of a number of a followed layer, beside its parts: gradients, preconditioners, moves.
 _FOLLOWED = 80
+# Of a number of a unit's metric: itself, the sums of keys that it is made of, what they become,
+# and a query under it.
+_METRIC = 48
+# Of a row where steps have a metric: what is known of it, bounds, scores, and orders of them.
+_METRIC_ROW = 240
 
 
 def of_rows(index: Index, question: RowsQuestion) -> int:
@@ -59,7 +65,7 @@ def of_rows(index: Index, question: RowsQuestion) -> int:
         if question.distinct is not None:
             size += _ROW * layer.rows
         if question.rank_by == "contribution":
-            size += _contribution(index, layer, n)
+            size += _contribution(index, layer, n, question.unit is None)
         return size + _top_k(layer, n, groups, question.k)
     if isinstance(question, SumsQuestion):
         if question.bins is not None:
@@ -188,7 +194,9 @@ def _output(index: Index, layer: Layer, n: int, groups: int, grouped: bool) -> i
         + 16 * layer.d_out * TILE_BYTES // max(1, 4 * max(layer.d_in, layer.d_out))
     )
     if not index.ledger.family.scalar:
-        work = (2 * groups + 2) * numbers * BYTES_PER_NUMBER + _FOLLOWED * numbers
+        # While they are followed; the parts, twice where steps since a stored state are apart.
+        work = followed_bytes(index.ledger.family, numbers, groups)
+        work += (16 * groups + _FOLLOWED) * numbers
     else:
         rebuilt = groups * numbers * 8
         work += rebuilt if rebuilt <= REBUILD_BYTES else 0
@@ -196,11 +204,14 @@ def _output(index: Index, layer: Layer, n: int, groups: int, grouped: bool) -> i
     return answer + work + 24 * numbers + 64 * groups
 
 
-def _contribution(index: Index, layer: Layer, n: int) -> int:
+def _contribution(index: Index, layer: Layer, n: int, along: bool) -> int:
     numbers = layer.d_in * layer.d_out
     size = 60 * n * layer.d_out + 24 * numbers + 24 * layer.rows
     if index.ledger.family.scalar:
         return size
     metric = index.ledger.steps * layer.d_in
-    each = 8 * layer.rows + 12 * metric
-    return size + 40 * metric + _FOLLOWED * numbers + min(n * each, max(SCORE_BYTES, each))
+    found = _METRIC_ROW * layer.rows
+    if along:
+        found = n * min(8 * layer.rows, SCORE_BYTES) + 40 * layer.rows
+    exact = 28 * min(layer.rows, EXACT_ROWS) * layer.d_in
+    return size + _METRIC * metric + _FOLLOWED * numbers + found + exact + 3 * TILE_BYTES

@@ -94,7 +94,7 @@ def contributions_along(
             block = slice(first, first + _ROWS)
             steps = layer.space.steps[positions[block]]
             keys = layer.keys_at(positions[block]).numpy()
-            values = layer.values_at(positions[block], unit).astype(np.float64)
+            values = metric.values[positions[block]].astype(np.float64)
             of_steps, of_bias = weight[steps], bias[steps]
             with np.errstate(all="ignore"):
                 for query in asked:

@@ -22,7 +22,7 @@ from dualform.engine.memory.layer import Layer
 from dualform.engine.memory.shards import Stop, check_stop
 from dualform.engine.memory.states import State, product
 from dualform.engine.totals.steps import steps_in_order
-from dualform.optimizers import Affine, LayerRun, layer_state
+from dualform.optimizers import Affine, LayerRun, followed_bytes, layer_state
 from dualform.store.grouping import Grouping
 from dualform.store.index import IndexLayer
 from dualform.store.ledger import Ledger
@@ -32,9 +32,6 @@ KEPT_BYTES = 256 << 20
 
 FOLLOWED_BYTES = 2 << 30
 """Parts that need more memory than this while they are followed are refused."""
-
-BYTES_PER_NUMBER = 16
-"""A part's weight in float64, its moves and its momentum buffer in float32."""
 
 _WAIT_SECONDS = 0.05
 """Who waits for another's parts asks so often whether its own caller gave up."""
@@ -168,7 +165,7 @@ class FollowedParts:
             return follow(layer, self._ledger, state, start, end, codes, parts, stop)
 
         groups = 1 if grouping is None else len(grouping.values)
-        needed = (groups + 2) * layer.d_in * layer.d_out * BYTES_PER_NUMBER
+        needed = followed_bytes(self._ledger.family, layer.d_in * layer.d_out, groups)
         if needed > FOLLOWED_BYTES:
             raise ResourceExhaustedError(
                 f"{groups:,} groups of layer {layer.name!r} need {needed / 2**30:,.1f} GiB to be "

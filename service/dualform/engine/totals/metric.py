@@ -13,18 +13,27 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from dualform.engine.memory.layer import Layer
 from dualform.engine.memory.shards import Stop
 from dualform.engine.memory.states import State, States
-from dualform.engine.totals.steps import steps_in_order
-from dualform.optimizers import STILL, Factor, ParameterRun, Transition, adjoint, layer_state
+from dualform.engine.totals.steps import key_sums, steps_in_order
+from dualform.optimizers import (
+    STILL,
+    Factor,
+    Family,
+    Trajectory,
+    Transition,
+    gradient_factors,
+    layer_state,
+)
 from dualform.optimizers import products as products_of
-from dualform.store.ledger import Ledger
+from dualform.store.ledger import Ledger, LedgerRow
 
 KEPT_BYTES = 128 << 20
 """Metrics of so many bytes are kept for questions that come again."""
@@ -32,20 +41,24 @@ KEPT_BYTES = 128 << 20
 
 @dataclass(frozen=True)
 class UnitMetric:
-    """The metric of one output unit after some step.
+    """The metric of one output unit after some step, and that unit's values.
 
     Attributes:
+        unit: The output unit.
         weight: A, float64 [steps, d_in]: by the step of a row, with the sign that a value takes.
         bias: a', float64 [steps]; zeros for a layer without a bias.
+        values: float32 [total], e[unit] by position.
     """
 
+    unit: int
     weight: torch.Tensor
     bias: torch.Tensor
+    values: np.ndarray
 
     @property
     def nbytes(self) -> int:
         """Bytes that it holds."""
-        return self.weight.nbytes + self.bias.nbytes
+        return self.weight.nbytes + self.bias.nbytes + self.values.nbytes
 
 
 def unit_metric(
@@ -59,67 +72,98 @@ def unit_metric(
         state: The layer's, before the first step.
         unit: The output unit.
         end: After how many steps.
-        stop: Asked at every step.
+        stop: Asked between tiles.
     """
     manifest, family = layer.manifest, ledger.family
-    # The preconditioner of an element may depend on the others: then all units are followed.
-    units = slice(unit, unit + 1) if family.elementwise else slice(None)
-    row = 0 if family.elementwise else unit
     states = layer_state(state, family, manifest.weight, manifest.bias)
-    weight = ParameterRun(
-        family, ledger.parameters[manifest.weight], _units(states["weight"], units), 0, 0
-    )
-    bias = None
+    values = layer.values_at(np.arange(layer.rows), unit)
+    names = {"weight": manifest.weight}
     if manifest.bias is not None:
-        bias = ParameterRun(
-            family, ledger.parameters[manifest.bias], _units(states["bias"], units), 0, 0
-        )
-    moves: dict[str, list[Transition]] = {"weight": [STILL] * end, "bias": [STILL] * end}
-
-    def keep(name: str, step: int, transition: Transition) -> None:
-        moves[name][step] = Transition(*(_row(factor, row) for factor in transition))
-
-    for rows in steps_in_order(layer, 0, end, stop, units):
-        values = rows.values.contiguous()
-        weight.advance(rows.step, lambda step, t: keep("weight", step, t))
-        weight.take(products_of(rows.keys, values), (), lambda step, t: keep("weight", step, t))
-        if bias is not None:
-            bias.advance(rows.step, lambda step, t: keep("bias", step, t))
-            total = values.sum(0, dtype=torch.float64)
-            bias.take(total, (), lambda step, t: keep("bias", step, t))
-    weight.advance(end, lambda step, t: keep("weight", step, t))
-    if bias is not None:
-        bias.advance(end, lambda step, t: keep("bias", step, t))
-    of_weight = _factors(moves["weight"], ledger, manifest.weight, (layer.d_in,))
-    if manifest.bias is None:
-        return UnitMetric(of_weight, torch.zeros(end, dtype=torch.float64))
-    return UnitMetric(of_weight, _factors(moves["bias"], ledger, manifest.bias, ()))
+        names["bias"] = manifest.bias
+    ledgers = {which: ledger.parameters[name][:end] for which, name in names.items()}
+    runs = {which: _trajectory(family, ledgers[which], states[which], unit) for which in names}
+    if family.elementwise:
+        steps = layer.space.steps
+        totals = np.bincount(steps[steps < end], values[steps < end], end)
+        sums = {"weight": key_sums(layer, values, end, stop), "bias": torch.from_numpy(totals)}
+        moves = {which: _moves(runs[which], ledgers[which], sums[which]) for which in names}
+    else:
+        moves = _moves_of_all(layer, ledgers, runs, unit, end, stop)
+    shapes: dict[str, tuple[int, ...]] = {"weight": (layer.d_in,), "bias": ()}
+    factors = {which: gradient_factors(moves[which], shapes[which]) for which in names}
+    for which, found in factors.items():
+        scales = found.new_tensor([-row.scale for row in ledgers[which]])
+        found.mul_(scales.reshape(-1, *[1] * (found.ndim - 1)))
+    none = torch.zeros(end, dtype=torch.float64)
+    return UnitMetric(unit, factors["weight"], factors.get("bias", none), values)
 
 
-def _units(state: Mapping[str, torch.Tensor], units: slice) -> dict[str, torch.Tensor]:
-    return {name: tensor[units] if tensor.ndim else tensor for name, tensor in state.items()}
+def _trajectory(
+    family: Family, rows: Sequence[LedgerRow], state: Mapping[str, torch.Tensor], unit: int
+) -> Trajectory:
+    """Of one unit; of all where the preconditioner of an element may depend on the others."""
+    if family.elementwise:
+        state = {name: tensor[unit] if tensor.ndim else tensor for name, tensor in state.items()}
+    follow = any(family.follows_whole(row.settings) for row in rows if row.took_part)
+    return Trajectory(family, state, follow=follow)
 
 
-def _row(factor: Factor, row: int) -> Factor:
-    """One unit's part of a factor; that of a vector is a number."""
-    if not isinstance(factor, torch.Tensor):
-        return factor
-    if factor.ndim == 0 or len(factor) == 1:
-        row = 0
-    unit_factor = factor if factor.ndim == 0 else factor[row]
-    return float(unit_factor) if unit_factor.ndim == 0 else unit_factor.clone()
+def _moves(run: Trajectory, rows: Sequence[LedgerRow], sums: torch.Tensor) -> list[Transition]:
+    """How each step moved a unit's weights, or its bias.
+
+    Args:
+        run: The unit's.
+        rows: Its ledger, a row a step.
+        sums: What the rows of each step add up to, float64 [steps, ...]; they are overwritten.
+    """
+    taken = [step for step, row in enumerate(rows) if row.took_part]
+    scales = sums.new_tensor([-row.scale for row in rows])
+    sums.mul_(scales.reshape(-1, *[1] * (sums.ndim - 1)))
+    found = run.run(
+        [rows[step].settings for step in taken],
+        [rows[step].first for step in taken],
+        sums if len(taken) == len(rows) else sums[taken],
+    )
+    moves = [STILL] * len(rows)
+    for step, move in zip(taken, found, strict=True):
+        moves[step] = move
+    return moves
 
 
-def _factors(
-    moves: list[Transition], ledger: Ledger, parameter: str, shape: tuple[int, ...]
-) -> torch.Tensor:
-    """Each step's factor of what its rows add up to, float64 [steps, *shape]."""
-    factors, _, _ = adjoint(reversed(moves))
-    out = torch.empty((len(moves), *shape), dtype=torch.float64)
-    for step, factor in enumerate(reversed(factors)):
-        out[step] = factor
-        out[step] *= -ledger.parameters[parameter][step].scale
-    return out
+def _moves_of_all(
+    layer: Layer,
+    ledgers: Mapping[str, Sequence[LedgerRow]],
+    runs: Mapping[str, Trajectory],
+    unit: int,
+    end: int,
+    stop: Stop | None,
+) -> dict[str, list[Transition]]:
+    """Likewise of weight and bias, of one of all units."""
+    moves = {which: [STILL] * end for which in runs}
+    none = torch.zeros(layer.d_out, layer.d_in, dtype=torch.float64)
+
+    def of_unit(factor: Factor) -> Factor:
+        if not isinstance(factor, torch.Tensor) or factor.ndim == 0:
+            return factor
+        return factor[unit if len(factor) > 1 else 0].clone()
+
+    def take(step: int, sums: Mapping[str, torch.Tensor]) -> None:
+        for which, run in runs.items():
+            row = ledgers[which][step]
+            if row.took_part:
+                move = run.step(row.settings, row.first, sums[which] * -row.scale, ())
+                moves[which][step] = Transition(*map(of_unit, move))
+
+    step = 0
+    for rows in steps_in_order(layer, 0, end, stop):
+        for without in range(step, rows.step):
+            take(without, {"weight": none, "bias": none[:, 0]})
+        products = products_of(rows.keys, rows.values).double()
+        take(rows.step, {"weight": products, "bias": rows.values.double().sum(0)})
+        step = rows.step + 1
+    for without in range(step, end):
+        take(without, {"weight": none, "bias": none[:, 0]})
+    return moves
 
 
 class UnitMetrics:

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from dualform.engine.memory.layer import Layer
-from dualform.engine.memory.shards import Stop, check_stop
+from dualform.engine.memory.shards import Stop, check_stop, tile_rows
+from dualform.optimizers import PRODUCT_ROWS
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,81 @@ def steps_in_order(
             waiting.append(found)
     if waiting:
         yield _joined(waiting)
+
+
+def key_sums(layer: Layer, factors: np.ndarray, end: int, stop: Stop | None) -> torch.Tensor:
+    """What the keys of each step add up to, each times a factor: float64 [end, d_in].
+
+    The keys are read once, where they lie. Up to `PRODUCT_ROWS` of a step are added in float32, as
+    in a product, and in order of row id, so that sharding changes nothing.
+
+    Args:
+        layer: Whose rows.
+        factors: float32 [total], by position.
+        end: Rows of this step and later ones are left out.
+        stop: Asked between tiles.
+
+    Raises:
+        CancelledError: `stop` is true.
+        DamagedError: A file does not hold what was written.
+    """
+    space = layer.space
+    by_id = np.empty(space.total, np.int64)
+    by_id[space.ids] = np.arange(space.total)  # ids ascend with steps, and from shard to shard
+    steps = space.steps[by_id]
+    steps = steps[: np.searchsorted(steps, end)]
+    sums = torch.zeros((end, layer.d_in), dtype=torch.float64)
+    bags = _bags(steps)
+    most = space.total if layer.keys_are_float32 else tile_rows(layer.d_in, 1)
+    for number, first, last in _inside(bags, space.starts, most):
+        check_stop(stop)
+        shard, rows = layer.shards[number], slice(bags[first], bags[last])
+        positions = by_id[rows]
+        if layer.keys_are_float32 and bags[last] <= space.starts[number + 1]:
+            keys, places = shard.keys.rows(), positions - shard.start
+            shard.keys.expect(scattered=False)
+        else:
+            order = np.argsort(positions)
+            keys, places = layer.keys_at(positions[order]), np.argsort(order)
+        found = torch.nn.functional.embedding_bag(
+            torch.from_numpy(places),
+            keys,
+            torch.from_numpy(bags[first:last] - bags[first]),
+            mode="sum",
+            per_sample_weights=torch.from_numpy(factors[positions]),
+        )
+        sums.index_add_(0, torch.from_numpy(steps[bags[first:last]]), found.double())
+    return sums
+
+
+def _bags(steps: np.ndarray) -> np.ndarray:
+    """Where rows of one step start, `PRODUCT_ROWS` of them at most, and the end of all: int64.
+
+    Args:
+        steps: int64 [n], ascending.
+    """
+    starts = np.flatnonzero(np.diff(steps, prepend=-1))
+    inside = np.arange(len(steps)) - np.repeat(starts, np.diff(starts, append=len(steps)))
+    return np.append(np.flatnonzero(inside % PRODUCT_ROWS == 0), len(steps))
+
+
+def _inside(bags: np.ndarray, shards: np.ndarray, most: int) -> Iterator[tuple[int, int, int]]:
+    """Bags in runs of so many rows at most and of one shard: its number, and which, half-open.
+
+    A bag that goes on in the next shard, or has more rows, comes alone.
+
+    Args:
+        bags: Where they start, and the end of all.
+        shards: Where these start, likewise.
+        most: Rows.
+    """
+    first = 0
+    while first < len(bags) - 1:
+        number = int(np.searchsorted(shards, bags[first], "right")) - 1
+        end = min(shards[number + 1], bags[first] + most)
+        last = max(first + 1, int(np.searchsorted(bags, end, "right")) - 1)
+        yield number, first, last
+        first = last
 
 
 def _joined(parts: list[StepRows]) -> StepRows:
