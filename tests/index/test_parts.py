@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 from synthetic import make_recording
 from torch import nn
 
-from dualform.index import build_index, parts
+from dualform.index import build_index, parts, row_sum
 from dualform.record import Recorder
 from dualform.store import IndexManifest
 
@@ -93,9 +93,16 @@ def test_what_cannot_be_kept_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
     refused(recording, index, ["position"], "no row has a value of column 'position'")
     with pytest.raises(ValueError, match="leave out --parts"):
         build_index(recording, index, parts=["label"], values=False)
-    monkeypatch.setattr(parts, "MOST_MEMORY", 3 * D_IN * D_OUT * 24 - 1)
-    refused(recording, index, ["label"], r"takes 0\.0 GB of memory, more than .*fewer columns")
-    monkeypatch.setattr(parts, "MOST_MEMORY", 3 * D_IN * D_OUT * 24)
+    # Of the whole and of three parts, each number in float64, and a float32 product.
+    needed = (1 + 3) * D_IN * D_OUT * (8 + 4)
+    monkeypatch.setattr(row_sum, "MOST_MEMORY", needed - 1)
+    refused(
+        recording,
+        index,
+        ["label"],
+        r"'fc' became in 3 parts takes 0\.0 GB of memory.*fewer columns",
+    )
+    monkeypatch.setattr(row_sum, "MOST_MEMORY", needed)
     build_index(recording, index, parts=["label", "label"])
     assert len(IndexManifest.load(index).layers["fc"].parts) == 1
 

@@ -29,7 +29,7 @@ from dualform.index.layer import LayerSource, LayerWriter
 from dualform.index.parts import PartsPlan, plan_parts
 from dualform.index.payloads import write_payloads
 from dualform.index.row_spaces import Space, row_spaces
-from dualform.index.row_sum import FollowedSum, RowSums
+from dualform.index.row_sum import FollowedSum, RowSums, at_once
 from dualform.index.shards import ShardWriter
 from dualform.index.sidecar import write_sidecar
 from dualform.index.sketch import MIN_D_IN, SAMPLE_ROWS, leading_directions
@@ -97,16 +97,16 @@ def build_index(
     values = values and source.manifest.values
     spaces = row_spaces(source)
     plan = plan_parts(source, spaces, parts, values)
+    layers = {
+        name: LayerSource(source, spec, values=values, round_keys=round_keys)
+        for name, spec in source.manifest.layers.items()
+    }
+    build = _Build(source, layers, spaces, plan, values, shard_rows, progress)
     if parts and announce is not None:
         announce(plan.describe())
     with workspace(target) as directory, threadpool_limits(1, user_api="blas"):
-        layers = {
-            name: LayerSource(source, spec, values=values, round_keys=round_keys)
-            for name, spec in source.manifest.layers.items()
-        }
-        build = _Build(source, layers, directory, spaces, plan, values, shard_rows, progress)
         try:
-            build.run()
+            build.run(directory)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
@@ -128,7 +128,6 @@ class _Build:
         self,
         source: Recording,
         layers: Mapping[str, LayerSource],
-        directory: Path,
         spaces: list[Space],
         parts: PartsPlan,
         values: bool,
@@ -136,7 +135,6 @@ class _Build:
         progress: Progress | None,
     ) -> None:
         self._source = source
-        self._directory = directory
         self._values = values
         self._shard_rows = shard_rows
         self._progress = progress
@@ -144,13 +142,25 @@ class _Build:
         self._parts = parts
         self._done = 0
         self._layers = layers
+        self._space_of = {
+            name: number for number, space in enumerate(spaces) for name in space.layers
+        }
+        # Marks are the remainder's matter; of an optimizer of no known family nothing is known.
+        self._summed: frozenset[str] = frozenset()
+        self._at_once: frozenset[str] = frozenset()
+        family = source.ledger().family
+        if values and family.name != Unknown.name:
+            self._summed = frozenset(self._layers)
+            counts = {name: parts.count(number) for name, number in self._space_of.items()}
+            self._at_once = at_once(source.manifest.layers, family, counts)
         self.nbytes = sum(
             space.rows * sum(self._layers[name].row_bytes)
             for space in spaces
             for name in space.layers
         )
 
-    def run(self) -> None:
+    def run(self, directory: Path) -> None:
+        self._directory = directory
         (self._directory / "rows").mkdir()
         for name in self._layers:
             (self._directory / layer_directory(name)).mkdir(parents=True)
@@ -196,47 +206,45 @@ class _Build:
 
     def _start_layers(self) -> dict[str, LayerWriter]:
         directions = {name: _find_directions(layer) for name, layer in self._layers.items()}
-        row_sums = self._start_row_sums()
         equal_keys = self._start_equal_keys()
+        initial = self._source.initial()
         return {
             name: LayerWriter(
                 self._directory,
                 layer,
                 values=self._values,
                 directions=directions[name],
-                row_sum=row_sums.get(name),
+                row_sum=self._row_sum(name, initial) if name in self._at_once else None,
                 equal_keys=equal_keys[name],
                 advance=self._advance,
             )
             for name, layer in self._layers.items()
         }
 
-    def _start_row_sums(self) -> dict[str, RowSums | FollowedSum]:
-        """Of every layer whose optimizer is of a known family; marks are the remainder's matter."""
-        ledger, steps = self._source.ledger(), self._source.steps
-        if not self._values or ledger.family.name == Unknown.name:
-            return {}
-        layers = self._source.manifest.layers
-        parts = {
-            name: self._parts.count(number)
-            for number, space in enumerate(self._spaces)
-            for name in space.layers
-        }
+    def _row_sum(self, name: str, initial: Mapping[str, np.ndarray]) -> RowSums | FollowedSum:
+        """What takes a layer's rows to what they add up to, from the recording's initial state."""
+        source, ledger, spec = self._source, self._source.ledger(), self._layers[name].spec
+        parts = self._parts.count(self._space_of[name])
         if not ledger.family.scalar:
-            initial = self._source.initial()
-            return {
-                name: FollowedSum(layer, ledger, initial, parts[name])
-                for name, layer in layers.items()
-            }
-        return {
-            name: RowSums(
-                layer,
-                ledger.coefficients(layer.weight, steps),
-                None if layer.bias is None else ledger.coefficients(layer.bias, steps),
-                parts[name],
-            )
-            for name, layer in layers.items()
-        }
+            return FollowedSum(spec, ledger, initial, parts)
+        return RowSums(
+            spec,
+            ledger.coefficients(spec.weight, source.steps),
+            None if spec.bias is None else ledger.coefficients(spec.bias, source.steps),
+            parts,
+        )
+
+    def _add_up(self, name: str, writer: LayerWriter, initial: Mapping[str, np.ndarray]) -> None:
+        """Add up the rows of a layer whose were not while its files were written."""
+        number = self._space_of[name]
+        space, columns = self._spaces[number], len(self._parts.spaces[number])
+
+        def parts(place: int, rows: int) -> np.ndarray:
+            if not columns:
+                return np.empty((0, rows), np.int32)
+            return self._parts.codes(number, self._source.read_rows([space.blocks[place]]))
+
+        writer.add_up(self._row_sum(name, initial), parts)
 
     def _start_equal_keys(self) -> dict[str, EqualKeysWriter]:
         most = MOST_KEYS // max(1, len(self._source.manifest.layers))
@@ -266,13 +274,15 @@ class _Build:
             state = read()
             for layer in writers.values():
                 layer.add_state(step, state)
-        layers = {
-            name: writers[name].finish(
+        layers = {}
+        # Those whose rows were added up already let go of what they hold before others begin.
+        for name in sorted(writers, key=lambda name: name not in self._at_once):
+            if name in self._summed - self._at_once:
+                self._add_up(name, writers[name], initial)
+            number = self._space_of[name]
+            layers[name] = writers[name].finish(
                 number, self._parts.spaces[number], self._marks(name), initial, final
             )
-            for number, space in enumerate(self._spaces)
-            for name in space.layers
-        }
         examples, payloads = write_payloads(source, self._directory) or (None, None)
         manifest = IndexManifest(
             steps=source.steps,

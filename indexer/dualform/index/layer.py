@@ -242,6 +242,24 @@ class LayerWriter:
             sums = self._write_array(name, summary.sums)
         self._pending.append(_PendingShard(keys, values, entry, sums, summary))
 
+    def add_up(
+        self, row_sum: RowSums | FollowedSum, parts: Callable[[int, int], np.ndarray]
+    ) -> None:
+        """Take all rows to what they add up to, from the recording: they are read again.
+
+        Args:
+            row_sum: What takes them.
+            parts: The stored parts of the rows of a pass, by its number and its rows': int32
+                [columns, rows].
+        """
+        self._row_sum = row_sum
+        for number, record in enumerate(self._source.passes):
+            keys, values = (
+                encoded.widen(self._source.read(record, values=which))
+                for which, encoded in zip((False, True), self._source.encodings, strict=True)
+            )
+            row_sum.add(record.step, keys, values, parts(number, record.rows))
+
     def wait(self) -> None:
         """Wait until the files of all shards are written. Raises what writing them raised."""
         self._shards = tuple(shard.result() for shard in self._pending)

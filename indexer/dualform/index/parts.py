@@ -24,12 +24,6 @@ from dualform.store.recording import LayerSpec, Recording
 MOST_GROUPS = 1000
 """Of a column, values and None together."""
 
-MOST_MEMORY = 4 << 30
-"""Bytes that following all parts of all layers may take."""
-
-_MEMORY = 24
-"""Bytes in memory of a number of a part: itself, its momentum, and a step's product, float64."""
-
 _STORED = np.dtype("<f4")
 _CHUNK_ROWS = 1 << 20
 
@@ -136,13 +130,6 @@ def plan_parts(
                 "or name another"
             )
     numbers = _numbers(source.manifest.layers, spaces, found)
-    if numbers * _MEMORY > MOST_MEMORY:
-        raise BuildError(
-            f"--parts {','.join(columns)}: following so many parts of all layers takes "
-            f"{numbers * _MEMORY / 1e9:,.1f} GB of memory, more than the "
-            f"{MOST_MEMORY / 1e9:.1f} GB that a build allows itself; name fewer columns, or ones "
-            "with fewer values"
-        )
     return PartsPlan(found, numbers * _STORED.itemsize)
 
 

@@ -13,13 +13,64 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 import torch
 
-from dualform.optimizers import Affine, LayerRun, layer_state
+from dualform.index.errors import BuildError
+from dualform.optimizers import Affine, Family, LayerRun, followed_bytes, layer_state
 from dualform.store.index import INITIAL
 from dualform.store.ledger import Coefficients, Ledger
 from dualform.store.recording import LayerSpec
 
 TILE_ROWS = 128
 """Rows of one float32 product; fewer passes wait for one another."""
+
+_SCALAR_BYTES = 12
+"""Of a number of a `RowSum`: itself in float64, and the float32 product."""
+
+
+MOST_MEMORY = 4 << 30
+"""Bytes that the sums of all layers that are made at once may take."""
+
+
+def at_once(
+    layers: Mapping[str, LayerSpec], family: Family, parts: Mapping[str, int]
+) -> frozenset[str]:
+    """Which layers' rows are added up while their files are written; of the others one layer after
+    another is, once that is done: together they would take too much memory.
+
+    Args:
+        layers: By name.
+        family: The optimizer's.
+        parts: How many parts each layer's sum is kept apart in beside the whole.
+
+    Raises:
+        BuildError: A layer takes too much memory by itself.
+    """
+    found, left = [], MOST_MEMORY
+    for name, layer in layers.items():
+        numbers = layer.d_out * (layer.d_in + (layer.bias is not None))
+        needed = _bytes(family, numbers, parts[name])
+        if needed > MOST_MEMORY:
+            columns = f" in {parts[name]:,} parts" if parts[name] else ""
+            remedy = (
+                "name fewer columns with --parts, or ones with fewer values"
+                if _bytes(family, numbers, 0) <= MOST_MEMORY
+                else "record without it (layers=), or build without values (--no-values)"
+            )
+            raise BuildError(
+                f"adding up what the rows of layer {name!r} became{columns} takes "
+                f"{needed / 1e9:,.1f} GB of memory, more than the {MOST_MEMORY / 1e9:.1f} GB that "
+                f"a build allows itself; {remedy}"
+            )
+        if needed <= left:
+            found.append(name)
+            left -= needed
+    return frozenset(found)
+
+
+def _bytes(family: Family, numbers: int, parts: int) -> int:
+    """Of a sum, whole and in parts."""
+    if family.scalar:
+        return (1 + parts) * numbers * _SCALAR_BYTES
+    return followed_bytes(family, numbers, 1 + parts)
 
 
 class FollowedSum:
