@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import digits
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 from dualform.client import parse_filter
 from dualform.engine import Index
-from dualform.replay import FirstRun, Replay, ReplayError
+from dualform.replay import FirstRun, Replay, ReplayError, answers
 
 ASKED = [
     (None, None, None),
@@ -46,3 +47,21 @@ def test_outputs_are_the_indexs(adamw_index: Path) -> None:
             np.testing.assert_array_equal(parts.counts, own.counts)
             np.testing.assert_allclose(parts.values, own.values, rtol=2e-6, atol=2e-6)
             np.testing.assert_allclose(parts.initial, own.initial, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("make", [None, digits.adamw], ids=["coefficients", "followed"])
+def test_more_groups_than_memory_end_the_replay(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A column with a value for each example: at the step that brings too many, in words."""
+    first = FirstRun()
+    digits.record(first, make=make)
+    x = np.random.default_rng(0).standard_normal((3, 48)).astype(np.float32)
+    size = 3 * 48 * 8  # the parts of an output, float64
+    if make is not None:  # weights that are followed: the whole, and each part
+        size = 48 * 48 * (8 + 2 * 4)
+    monkeypatch.setattr(answers, "FOLLOWED_BYTES", 200 * size)
+    replay = Replay(first)
+    found = replay.dual_output("2", x, group_by="example")
+    with pytest.raises(ReplayError, match=r"values of 'example' came by step \d+: .*fewer values"):
+        digits.record(replay, make=make)
+    with pytest.raises(ReplayError):
+        found.parts()

@@ -9,8 +9,10 @@ import numpy as np
 import torch
 
 from dualform.engine.memory.fold import Reducer
+from dualform.engine.memory.tiles import Tile
 from dualform.engine.rows.groups import Groups
 from dualform.engine.topk import top_k
+from dualform.engine.totals.followed import FOLLOWED_BYTES
 from dualform.engine.totals.group_sums import GroupCount, GroupSum, KeySum
 from dualform.engine.totals.row_parts import WeightedValues
 from dualform.replay.errors import ReplayError
@@ -177,6 +179,29 @@ class DualOutput(Answer):
         self._groups = groups
         self._count = GroupCount(groups)
         super().__init__(*(() if rows is None else (rows,)), self._count)
+
+    def codes(self, tile: Tile) -> np.ndarray:
+        """The group of each row of a tile, int64 [rows].
+
+        Raises:
+            ReplayError: With it there are more groups than memory.
+        """
+        if self._groups.by is None:
+            return np.zeros(len(tile.positions), np.int64)
+        codes = np.asarray(self._groups.codes(tile.table, tile.positions))
+        needed = self.nbytes(len(self._groups))
+        if needed > FOLLOWED_BYTES:
+            raise ReplayError(
+                f"{len(self._groups):,} values of {self._groups.by!r} came by step "
+                f"{int(tile.steps[0])}: an output by these groups takes {needed / 2**30:,.1f} GiB, "
+                f"and at most {FOLLOWED_BYTES / 2**30:g} GiB are taken. Group by a column with "
+                "fewer values, or ask for the rows of one value at a time, with where="
+            )
+        return codes
+
+    def nbytes(self, groups: int) -> int:
+        """Memory that it takes with so many groups."""
+        return groups * self._initial.size * self._initial.itemsize
 
     def _of_rows(self) -> np.ndarray:
         """What the rows add: float64 [n, groups, d_out], in the order of the groups' values."""

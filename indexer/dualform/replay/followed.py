@@ -37,10 +37,7 @@ class FollowedOutput(DualOutput):
             chosen: bool [rows], those that take part; every row counts for the preconditioner.
         """
         assert tile.values is not None
-        codes = np.zeros(len(chosen), np.int64)
-        if self._groups.by is not None:
-            codes = np.asarray(self._groups.codes(tile.table, tile.positions))
-        codes = np.where(chosen, codes, -1)
+        codes = np.where(chosen, self.codes(tile), -1)
         while self._parts < len(self._groups):
             self._run.add_part()
             self._parts += 1
@@ -56,6 +53,9 @@ class FollowedOutput(DualOutput):
                     which[code] = torch.from_numpy(np.flatnonzero(codes[rows] == code))
             span = slice(int(rows[0]), int(rows[-1]) + 1)
             self._run.take(step, tile.keys[span], tile.values[span], which)
+
+    def nbytes(self, groups: int) -> int:
+        return self._run.bytes_with(groups)
 
     def finish(self) -> None:
         """Take the steps without rows that are left."""

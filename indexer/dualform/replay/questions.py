@@ -12,7 +12,7 @@ from dualform.engine.errors import InvalidArgumentError
 from dualform.engine.memory.fold import Fold
 from dualform.engine.memory.tiles import Tile
 from dualform.engine.rows.table import Table
-from dualform.replay.answers import CPU, Answer
+from dualform.replay.answers import CPU, Answer, DualOutput
 from dualform.replay.errors import ReplayError
 from dualform.replay.followed import FollowedOutput
 from dualform.v1 import attribution_pb2 as pb
@@ -71,6 +71,8 @@ class Asked:
             chosen = tile.table.select(question.where, question.before_step)
             if isinstance(question.answer, FollowedOutput):
                 question.answer.follow(tile, chosen)
+            elif isinstance(question.answer, DualOutput):
+                question.answer.codes(tile)  # before anything is allocated for new groups
             selected, which = tile, None
             if not chosen.all():
                 which = np.flatnonzero(chosen)

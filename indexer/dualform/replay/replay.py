@@ -364,7 +364,11 @@ class Replay:
 
     def _fold(self, layer: str, tile: Tile) -> None:
         for asked in self._asked[layer]:
-            asked.take(tile)
+            try:
+                asked.take(tile)
+            except ReplayError:
+                self._failed = True
+                raise
 
     def _compare_step(self, batch: StepBatch) -> None:
         theirs, ours = self._first.digests[batch.step], step_digests(batch, self._first.manifest)
