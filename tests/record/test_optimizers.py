@@ -21,6 +21,7 @@ import pytest
 import torch
 from torch import nn
 
+from dualform.client import Client, InvalidArgumentError
 from dualform.engine import Index, verify_index
 from dualform.engine.errors import FailedPreconditionError
 from dualform.index import build_index
@@ -159,6 +160,13 @@ def assert_remainder(trained: Trained, index: Index, name: str, why: str) -> Non
     with pytest.raises(FailedPreconditionError, match=re.escape(why)) as refused:
         index.dual_output(name, queries, max_residual=share * 0.99)
     assert refused.value.reason == "RESIDUAL"
+    with pytest.raises(FailedPreconditionError, match=re.escape(why)):
+        index.explain(name, queries, dual_output=True, max_residual=share * 0.99)
+    with Client.local(trained.path, device="cpu") as client:
+        told = client.explain({name: queries}, output=True, max_residual=share * 1.01)
+        assert told[name].output is not None
+        with pytest.raises(InvalidArgumentError, match="goes with output"):
+            client.explain({name: queries}, k=1, max_residual=1.0)
     with pytest.raises(FailedPreconditionError, match="no row explains"):
         index.top_k(name, queries, 3, rank_by="contribution", unit=0, max_residual=share * 0.99)
 

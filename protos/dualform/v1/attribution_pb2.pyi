@@ -444,7 +444,7 @@ class ExplainLayer(_message.Message):
     def __init__(self, layer: _Optional[str] = ..., queries: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
 
 class ExplainRequest(_message.Message):
-    __slots__ = ("index", "layers", "where", "k", "order", "group_by", "absolute", "output")
+    __slots__ = ("index", "layers", "where", "k", "order", "group_by", "absolute", "output", "max_residual")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     WHERE_FIELD_NUMBER: _ClassVar[int]
@@ -453,6 +453,7 @@ class ExplainRequest(_message.Message):
     GROUP_BY_FIELD_NUMBER: _ClassVar[int]
     ABSOLUTE_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    MAX_RESIDUAL_FIELD_NUMBER: _ClassVar[int]
     index: str
     layers: _containers.RepeatedCompositeFieldContainer[ExplainLayer]
     where: Filter
@@ -461,7 +462,8 @@ class ExplainRequest(_message.Message):
     group_by: str
     absolute: bool
     output: bool
-    def __init__(self, index: _Optional[str] = ..., layers: _Optional[_Iterable[_Union[ExplainLayer, _Mapping]]] = ..., where: _Optional[_Union[Filter, _Mapping]] = ..., k: _Optional[int] = ..., order: _Optional[_Union[Order, str]] = ..., group_by: _Optional[str] = ..., absolute: bool = ..., output: bool = ...) -> None: ...
+    max_residual: float
+    def __init__(self, index: _Optional[str] = ..., layers: _Optional[_Iterable[_Union[ExplainLayer, _Mapping]]] = ..., where: _Optional[_Union[Filter, _Mapping]] = ..., k: _Optional[int] = ..., order: _Optional[_Union[Order, str]] = ..., group_by: _Optional[str] = ..., absolute: bool = ..., output: bool = ..., max_residual: _Optional[float] = ...) -> None: ...
 
 class ExplainedLayer(_message.Message):
     __slots__ = ("layer", "top_k", "sums", "output")

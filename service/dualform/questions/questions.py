@@ -184,6 +184,7 @@ class ExplainQuestion(Question):
             output whole.
         absolute: Sum |weight|.
         output: The trained layer's output too.
+        max_residual: With output: as for OutputQuestion.
     """
 
     message: ClassVar[type[Any]] = pb.ExplainRequest
@@ -195,6 +196,7 @@ class ExplainQuestion(Question):
     group_by: str | None = None
     absolute: bool = False
     output: bool = False
+    max_residual: float | None = None
     index: str | None = None
 
     def check(self) -> None:
@@ -216,6 +218,9 @@ class ExplainQuestion(Question):
             )
         if self.absolute and not self.group_by:
             raise QuestionError("absolute goes with group_by, for sums", field="absolute")
+        check_max_residual(self.max_residual)
+        if self.max_residual is not None and not self.output:
+            raise QuestionError("max_residual goes with output", field="max_residual")
 
 
 @dataclass(frozen=True, eq=False)

@@ -355,6 +355,7 @@ class Client(Driver):
         group_by: str | None = None,
         absolute: bool = False,
         output: bool = False,
+        max_residual: float | None = None,
         index: str | None = None,
         timeout: float | None = None,
     ) -> dict[str, Explanation]:
@@ -369,6 +370,7 @@ class Client(Driver):
                 sums, and the output whole.
             absolute: Sum |a_t| instead of a_t.
             output: The dual output too.
+            max_residual: With output: as for `dual_output`.
             index: Its name; None where one is served.
             timeout: Seconds.
 
@@ -387,6 +389,7 @@ class Client(Driver):
             group_by=group_by,
             absolute=absolute,
             output=output,
+            max_residual=max_residual,
             index=index,
         )
         return self._run(self._asking.explain(question, where, timeout))

@@ -52,7 +52,9 @@ def explain(
         asked = SumsQuestion(name, queries, column, absolute=question.absolute, where=where)
         counted = prepare_sums(layer, asked, stop)
     if question.output:
-        wanted = OutputQuestion(name, queries, where=where, group_by=column)
+        wanted = OutputQuestion(
+            name, queries, where=where, group_by=column, max_residual=question.max_residual
+        )
         output, total = _output(opened, layer, wanted, counted, stop)
     if counted is not None and total is None:
         way = totals.plan(layer, counted.prepared, "auto")

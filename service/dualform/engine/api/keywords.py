@@ -160,6 +160,7 @@ class Keywords:
         group_by: str | None = None,
         absolute: bool = False,
         dual_output: bool = False,
+        max_residual: float | None = None,
         stop: Stop | None = None,
     ) -> Explanation:
         """See ExplainQuestion; of one layer."""
@@ -174,6 +175,7 @@ class Keywords:
                 group_by=group_by,
                 absolute=absolute,
                 output=dual_output,
+                max_residual=max_residual,
             )
         return next(iter(self.explain_layers(question, stop)))
 
