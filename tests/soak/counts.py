@@ -1,0 +1,20 @@
+"""How many: a few hundred of each in `make test`, very many in `make soak`.
+
+DUALFORM_SOAK is a share of the full counts: 1 in `make soak`, 0.1 for a tenth.
+"""
+
+from __future__ import annotations
+
+import os
+
+SHARE = float(os.environ.get("DUALFORM_SOAK") or 0)
+
+
+def count(few: int, many: int) -> int:
+    """`few`, or in a soak its share of `many`."""
+    return max(few, round(SHARE * many)) if SHARE else few
+
+
+def tell(words: str) -> None:
+    """A figure, on a line of its own where pytest shows output (-s)."""
+    print(f"\nsoak: {words}", flush=True)
