@@ -292,11 +292,11 @@ def _asked(request: Any) -> Opinion:
     return request.layer == LAYER and _right(request.queries)
 
 
-def _right(queries: pb.Tensor) -> Opinion:
+def _right(queries: pb.Tensor, width: int = D_IN) -> Opinion:
     shape = list(queries.shape)
-    if queries.dtype != 1 or len(shape) != 2 or shape[1] != D_IN:
+    if queries.dtype != 1 or len(shape) != 2 or shape[1] != width:
         return False
-    if not 1 <= shape[0] <= MAX_QUERIES or len(queries.data) != 4 * shape[0] * D_IN:
+    if not 1 <= shape[0] <= MAX_QUERIES or len(queries.data) != 4 * shape[0] * width:
         return False
     return bool(np.isfinite(np.frombuffer(queries.data, "<f4")).all())
 
@@ -383,11 +383,18 @@ def _max_residual(request: Any) -> Opinion:
 
 
 def _ranked(request: Any) -> Opinion:
-    extra = [name for name in ("unit", "at_step", "max_residual") if request.HasField(name)]
+    names = ("unit", "direction", "at_step", "max_residual")
+    extra = [name for name in names if request.HasField(name)]
     if request.rank_by in (0, 1):
         return not extra
-    if request.rank_by != 2 or "unit" not in extra or not 0 <= request.unit < D_OUT:
+    if request.rank_by != 2 or ("unit" in extra) == ("direction" in extra):
         return False
+    if "unit" in extra and not 0 <= request.unit < D_OUT:
+        return False
+    if "direction" in extra:
+        each = list(request.direction.shape)[:1] == list(request.queries.shape)[:1]
+        if not each or not _right(request.direction, D_OUT):
+            return False
     return _all((_at_step(request), _max_residual(request)))
 
 

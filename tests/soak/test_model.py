@@ -11,6 +11,7 @@ import math
 import os
 import shutil
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -134,6 +135,10 @@ class Machine(RuleBasedStateMachine):
                 if commit:
                     sink.commit()
                     committed = number
+            end = time.monotonic() + 60
+            while sink._jobs:  # a copy takes time, a kill does not
+                assert time.monotonic() < end, "the sink's writer does not end"
+                time.sleep(0.001)
             left = Path(shutil.copytree(path, self.fresh("left")))
         shutil.rmtree(path)
         self.recorded.append(Recorded(left, trainer, committed))
