@@ -22,6 +22,7 @@ import pytest
 from grpc_health.v1 import health_pb2
 from synthetic import make_index
 
+from dualform.engine import Index
 from dualform.engine.messages.catalog import Catalog
 from dualform.v1 import attribution_pb2 as pb
 from dualform.v1 import attribution_pb2_grpc
@@ -97,6 +98,62 @@ def test_a_bad_version_leaves_the_old_one(
         assert rows(served) == 30
     assert caplog.text.count("index i stays at version") == 2
     assert "the indexes stay as they were: no index to serve" in caplog.text
+
+
+@pytest.mark.parametrize("met", [False, True], ids=["damage not met", "damage met"])
+def test_a_file_restored_from_a_copy_is_served_after_a_reload(
+    versions: list[Path], tmp_path: Path, met: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The open index knows the file that was there before: it is opened anew, kept otherwise."""
+    caplog.set_level("DEBUG", "dualform")
+    copy = shutil.copytree(versions[0], tmp_path / "copy")
+    with serving({"i": versions[0]}) as served:
+        assert rows(served) == 30
+        damage(versions[0])
+        if met:
+            assert refusal(lambda: rows(served)).code == grpc.StatusCode.DATA_LOSS
+        shutil.rmtree(versions[0])
+        shutil.copytree(copy, versions[0])
+        served.reload()
+        assert rows(served) == 30
+        assert served.health("dualform.index.i") == SERVING
+        assert "index i is now version" in caplog.text
+        served.reload()
+        assert "still" in caplog.messages[-1]
+        assert rows(served) == 30
+
+
+@pytest.mark.parametrize("way", ["damaged", "removed", "another version over it, damaged"])
+def test_a_reload_meets_damage_to_what_is_served(
+    versions: list[Path], way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """There is no old version to stay at: health says so before a question has to."""
+    with serving({"i": versions[0]}) as served:
+        assert rows(served) == 30
+        if way == "removed":
+            next(versions[0].glob("layers/*/*.faiss")).unlink()
+        elif way == "damaged":
+            damage(versions[0])
+        else:
+            damage(versions[1])
+            shutil.copytree(versions[1], versions[0], dirs_exist_ok=True)
+        served.reload()
+        assert "index i cannot be served" in caplog.text
+        assert served.health("dualform.index.i") != SERVING
+        assert refusal(lambda: rows(served)).code == grpc.StatusCode.DATA_LOSS
+
+
+def test_a_change_to_any_file_is_seen(tmp_path: Path) -> None:
+    rng = np.random.default_rng(4)
+    keys = rng.standard_normal((40, 6)).astype(np.float32)
+    path = make_index(tmp_path, keys, keys[:, :2], shard_rows=15, label=[t % 3 for t in range(40)])
+    with Index.open(path) as index:
+        files = {str(file) for file in path.rglob("*") if file.is_file()}
+        assert set(index.identities()) == files - {str(path / "manifest.json")}
+        for file in sorted(index.identities()):
+            before = index.identities()
+            os.utime(file, ns=(0, 0))
+            assert [name for name, at in index.identities().items() if before[name] != at] == [file]
 
 
 def test_of_a_folder_the_newest_complete_one_is_served(

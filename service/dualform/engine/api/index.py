@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -41,7 +42,7 @@ from dualform.questions import (
     TopKQuestion,
 )
 from dualform.store.errors import DamagedError
-from dualform.store.files import FileEntry, check_digest
+from dualform.store.files import FileEntry, check_digest, identity
 from dualform.store.index import REBUILD, IndexManifest
 from dualform.store.ledger import Ledger
 
@@ -300,6 +301,14 @@ class Index(Keywords):
             with spared_damage():
                 check_digest(self.path, entry, REBUILD)
 
+    def identities(self) -> dict[str, tuple[int, ...] | None]:
+        """Of each file but the manifest what changes where it is written again or replaced; None
+        for one that is not there."""
+        entries = [entry for entry in (*self._needed(), *self._spared()) if entry is not None]
+        paths = [file.path for file in self._row_files()]
+        paths += [self.path / entry.name for entry in entries]
+        return {str(path): _identity(path) for path in paths}
+
     def _row_files(self) -> list[ShardFile]:
         """The keys and values."""
         shards = [shard for layer in self.layers.values() for shard in layer.shards]
@@ -346,6 +355,13 @@ class Index(Keywords):
         except DamagedError as error:
             self.damage = str(error)
             raise DataLossError(str(error)) from None
+
+
+def _identity(path: Path) -> tuple[int, ...] | None:
+    try:
+        return identity(os.lstat(path))
+    except OSError:
+        return None
 
 
 def _until(stop: Stop | None, items: Iterable[_Item | None]) -> Iterator[_Item]:

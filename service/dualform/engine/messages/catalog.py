@@ -108,7 +108,8 @@ class Catalog:
         """Serve these indexes from now on: what is new is opened and checked, then all switch.
 
         Answers that are being computed end on the version that they began with, whose maps are
-        released then. Where a new version is damaged, the old one stays.
+        released then. Where a new version is damaged, the old one stays. An index whose files were
+        written again or replaced, with the same content even, is opened anew.
 
         Args:
             paths: As for the class.
@@ -140,7 +141,8 @@ class Catalog:
         self, name: str, old: _Entry | None, path: Path, stop: Stop | None
     ) -> tuple[_Entry, Change]:
         what, version = f"index {name}", version_at(path)
-        if old is not None and old.version == version and old.damage is None:
+        sound = old is not None and old.damage is None and old.is_unchanged()
+        if old is not None and sound and old.version == version:
             return old, Change(
                 what, "kept", version.name, f"{what} is version {version.name} still"
             )
@@ -151,7 +153,7 @@ class Catalog:
         if entry.damage is None:
             detail = f"{what} is now version {version.name} from {version.path}"
             return entry, Change(what, "opened", version.name, detail)
-        if old is not None and old.damage is None:
+        if old is not None and sound:
             before = old.version
             detail = f"{what} stays at version {before.name} from {before.path}: {entry.damage}"
             return old, Change(what, "refused", before.name, detail)
@@ -372,6 +374,11 @@ class _Entry:
         self.version = version
         self.index = index
         self.error = error
+        self._files = {} if index is None else index.identities()
+
+    def is_unchanged(self) -> bool:
+        """Whether its files are those that were there when it was opened."""
+        return self.index is not None and self.index.identities() == self._files
 
     @property
     def damage(self) -> str | None:
