@@ -1,6 +1,7 @@
 """How many: a few hundred of each in `make test`, very many in `make soak`.
 
-DUALFORM_SOAK is a share of the full counts: 1 in `make soak`, 0.1 for a tenth.
+DUALFORM_SOAK is a share of the full counts: 1 in `make soak`, 0.1 for a tenth. What the model does
+is chosen by DUALFORM_SEED, 0 by default: the same number gives the same operations.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import os
 
 SHARE = float(os.environ.get("DUALFORM_SOAK") or 0)
+SEED = int(os.environ.get("DUALFORM_SEED") or 0)
 
 
 def count(few: int, many: int) -> int:

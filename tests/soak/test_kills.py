@@ -82,8 +82,11 @@ def test_recorders(forks: Forks, tmp_path: Path) -> None:
             started = Path(f"{path}.started")
             started.unlink(missing_ok=True)
             pid = forks.start("record", str(path), seed, start, 10**6)
+            safe, end = start or 0, time.monotonic() + 60
+            while kills % 2 and not (started.exists() and committed(path) > safe):  # else perhaps
+                assert time.monotonic() < end, "nothing is committed"
+                time.sleep(0.005)
             time.sleep(chance.random() ** 2 * 0.5)
-            safe = start or 0
             if started.exists():
                 safe = max(safe, committed(path))
             assert alive(pid), "it ended by itself"
@@ -112,6 +115,7 @@ def test_recorders(forks: Forks, tmp_path: Path) -> None:
         assert not left
         shutil.rmtree(tmp_path / "index")
         shutil.rmtree(path)
+    assert rows
     tell(f"kills: {kills} of recorders, 0 of {rows:,} committed rows lost: {dict(outcomes)}")
 
 
@@ -208,6 +212,10 @@ def test_servers(forks: Forks, recording: Path, tmp_path: Path) -> None:
             clients = [threading.Thread(target=ask, args=(where, stop, wrong)) for _ in range(3)]
             for client in clients:
                 client.start()
+            before = answered
+            while kills % 2 and answered == before and not wrong:  # else perhaps before any
+                assert time.monotonic() < end
+                time.sleep(0.005)
             time.sleep(chance.random() * 0.2)
             os.utime(versions / "ab"[kills % 2] / "manifest.json")
             os.kill(pid, signal.SIGHUP)
