@@ -54,7 +54,7 @@ class Settings(Protocol):
 
 
 class Family(ABC):
-    """One family of optimizers; subclasses are stateless and register themselves in `__init__`.
+    """One family of optimizers; subclasses are stateless; `registry.py` lists them.
 
     Attributes:
         name: As in the manifest.

@@ -2,7 +2,7 @@
 
 Keys are copied in a forward hook, values in a pre-hook on the node that multiplies by the weight.
 A row is committed when its backward has accumulated into the weight's gradient (the bias's while
-the weight is frozen), and dropped when that gradient is found zeroed (design: *What a row is*).
+the weight is frozen), and dropped when that gradient is found zeroed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """What lies on disk: recordings, indexes, manifests, checksums, atomic publishing.
 
-The formats are specified in docs/format.md. Nothing here needs torch or FAISS.
+The formats are specified in docs/format.md. Nothing here needs FAISS; the
+ledger alone needs torch, for the arithmetic of optimizers.
 """
 
 from dualform.store.errors import (

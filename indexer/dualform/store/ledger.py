@@ -2,7 +2,7 @@
 
 The settings are the optimizer family's (`dualform.optimizers`). Where a family's transitions are
 plain numbers, as SGD's are, a parameter W and its momentum buffer m are a linear system in what the
-rows added (design: *The ledger*). With E_t the sum over step t's rows of e (x) x (of e alone for a
+rows added (docs/dual-form.md). With E_t the sum over step t's rows of e (x) x (of e alone for a
 bias, e being the value, -dL/dy):
 
     W_s = p W_j + r m_j + sum_{j <= t < s} c_{s,t} E_t

@@ -1,6 +1,7 @@
 """One writer at a time: a lock of the operating system's beside what is written.
 
-It ends with its process, however that ends; the file that may stay then says nothing.
+The system releases it when the process ends, in whatever way; a lock file that stays behind holds
+nothing.
 """
 
 from __future__ import annotations

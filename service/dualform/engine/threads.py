@@ -1,6 +1,6 @@
 """A single query over several shards, in as many threads as torch has.
 
-FAISS and BLAS share a batch of queries out among their threads, but leave a single one to one.
+FAISS and BLAS share a batch of queries out among their threads; a single query gets one thread.
 """
 
 from __future__ import annotations

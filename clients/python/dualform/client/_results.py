@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from dualform.client._arrays import array_of, column_of, groups_of
 from dualform.client.errors import FailedPreconditionError, InternalError, UnknownColumnError
+from dualform.questions.question import STRATEGIES
 from dualform.v1 import attribution_pb2 as pb
 
 if TYPE_CHECKING:
@@ -355,18 +356,6 @@ def _memory(part: TopKResult | SumsResult | DualOutputResult) -> tuple[object, .
 
 def _coverage(message: pb.Coverage) -> Coverage:
     return Coverage(message.rows, message.total, message.nonfinite)
-
-
-STRATEGIES = {
-    "auto": pb.STRATEGY_UNSPECIFIED,
-    "scan": pb.STRATEGY_SCAN,
-    "flat": pb.STRATEGY_FLAT,
-    "certified": pb.STRATEGY_CERTIFIED,
-    "key_sums": pb.STRATEGY_KEY_SUMS,
-    "distinct_keys": pb.STRATEGY_DISTINCT_KEYS,
-    "rebuilt": pb.STRATEGY_REBUILT,
-    "parts": pb.STRATEGY_PARTS,
-}
 
 
 def _plan_of(

@@ -1,6 +1,7 @@
 """One scan, many answers: tiles folded into reducers.
 
-The engine has one idea: every question is a reducer that takes tiles and their attention weights.
+The engine has one idea: a question is a reducer that takes tiles and their attention weights. (The
+exception is totals/followed.py, which has to see the training steps in order.)
 What it has taken is merged with what another took of other rows, on another thread, device or
 machine, or of another part of a training: any split of a memory gives the same answer.
 """

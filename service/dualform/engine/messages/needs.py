@@ -1,8 +1,8 @@
 """How much memory an answer takes at most, estimated from the question before anything is computed.
 
-Bytes that no file backs, from the question to the encoded response: the sum of what is held at the
-same time at the worst moment, be it that every score is the same. The constants count the arrays of
-the code that they name; tests/engine/test_needs.py holds them against what is really taken.
+The peak of anonymous memory (bytes that no file backs) from the question to the encoded response,
+in the worst case, where every score is the same. The constants count the arrays of the code that
+they name; tests/engine/test_needs.py holds them against what is really taken.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Rows with the same key, together: where training sees its examples more than once.
+"""Which rows have the same key: where training sees its examples more than once.
 
-Four bytes a row beside what the index says of equal keys, and twelve a distinct key; made once.
+Made once for a row space, from the index's table of equal keys; takes four bytes a row and twelve a
+distinct key in addition to that table.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The dual output of a layer: from which stored weights it starts, and which rows are added.
 
-Of all rows together, what those before a stored state j <= at_step add comes in one product with
-that state (docs/decisions/0007-stored-states.md), and for the trained layer what all of them add in
-one product with the weight that they were added up to (docs/decisions/0008-rebuilt-weights.md).
+Without filter or groups, rows before a stored state j <= at_step are not scanned: their sum is one
+product with that state's weight (docs/decisions/0007-stored-states.md). For the trained layer all
+rows are one product with the weight that `index build` added up to
+(docs/decisions/0008-rebuilt-weights.md).
 Groups of a column whose parts are stored, and selections that are whole groups of one, come in one
 product per group. Everything else is a scan.
 """

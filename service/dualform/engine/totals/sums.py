@@ -2,8 +2,8 @@
 
 - Key sums. Adding the weights q.x of many rows is multiplying q with the sum of their keys. The
   index stores that sum for each run, the neighbouring rows of a shard with the same task and label:
-  where a whole run takes part and belongs to one group, one product stands for all its rows. So it
-  does for absolute weights, where no number in these keys or in the query is negative.
+  where a whole run takes part and belongs to one group, one product stands for all its rows. That
+  holds for absolute weights too, where no number in these keys or in the query is negative.
 - Distinct keys. Rows with the same key have the same weight: one product, times how many they are.
 - A scan of every row: float32 weights, added in float64.
 
