@@ -42,12 +42,16 @@ class Annotations:
         """Go on with a recording whose columns have these types."""
         self._types.update(types)
 
-    def set(self, columns: Mapping[str, Any]) -> None:
+    def set(self, columns: Mapping[str, Any], rows: Any = None) -> None:
         """Replace the annotation in force.
+
+        Args:
+            columns: By name.
+            rows: Which rows are recorded; None for all.
 
         Raises:
             AnnotationError: A reserved name, a type that cannot be stored, or another type than
-                the column had before.
+                the column had before; or `rows` is no mask.
         """
         self.clear()  # a refused annotation must not leave the one before it in force
         converted: dict[str, Column] = {}
@@ -69,12 +73,28 @@ class Annotations:
                     f"annotate({name}=...): got {kind} where earlier calls gave {before}; "
                     "a column keeps one type for the whole recording: convert it, or use two names"
                 )
+        if rows is not None:
+            converted[ROWS] = _mask(rows)
         self._types.update(types)
         self.current = converted
 
     def clear(self) -> None:
         """Forget the annotation in force, not the types."""
         self.current = {}
+
+
+def _mask(value: Any) -> Column:
+    """Which rows are recorded, as a bool column."""
+    present, missing = without_nulls(value)
+    kind, column = _convert(ROWS, present)
+    if missing is not None or kind != "bool":
+        given = kind if missing is None else "one with missing values"
+        raise AnnotationError(
+            f"annotate(rows=...) is a mask: booleans, true for the rows that are recorded, not "
+            f"{given}; such as rows=attention_mask.bool() or rows=labels != -100. A column of the "
+            "user's own has another name"
+        )
+    return column
 
 
 def _check_name(name: str) -> None:

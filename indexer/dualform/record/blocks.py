@@ -1,34 +1,51 @@
-"""A step's metadata: one block for the passes that layers share."""
+"""A step's metadata: one block for the passes that layers share, and the rows that are kept."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from dualform.record.annotations import ROWS, Column
 from dualform.record.capture import Pass
 from dualform.record.fitting import Fitting, Shape
+from dualform.record.row_choice import StepChoice, each
+from dualform.record.sink import CapturedPass
 from dualform.store.row_metadata import Block
+from dualform.store.sampling import DroppedRows, Sampling
 
 
 class StepBlocks:
-    """Numbers the metadata of a step's passes, the same for layers that ran in the same passes.
+    """Takes a step's passes: leaves out the rows that are not recorded, and numbers the metadata of
+    the others, the same for layers that ran in the same passes.
 
     Args:
         step: Its number.
         passes: Of all layers, with the layers' names.
         fitting: What annotations say of which rows.
+        sampling: Which rows are recorded.
 
     Attributes:
         blocks: Those numbered so far.
+        dropped: The rows that are not recorded.
+        told: Layers that had such rows whose value is not zero.
 
     Raises:
         AnnotationError: A column fits none of the passes that it holds for.
     """
 
-    def __init__(self, step: int, passes: Sequence[tuple[str, Pass]], fitting: Fitting) -> None:
+    def __init__(
+        self,
+        step: int,
+        passes: Sequence[tuple[str, Pass]],
+        fitting: Fitting,
+        sampling: Sampling,
+    ) -> None:
         self.blocks: list[Block] = []
+        self.dropped: list[DroppedRows] = []
+        self.told: set[str] = set()
         self._step = step
-        self._numbers: dict[tuple[int, Shape, int], int] = {}
+        self._numbers: dict[tuple[int, Shape, int, bytes], int] = {}
         self._seen: dict[tuple[str, int, Shape], int] = {}
         annotations: dict[int, tuple[Mapping[str, Column], dict[Shape, None]]] = {}
         for _, item in passes:
@@ -38,18 +55,71 @@ class StepBlocks:
             key: fitting.fit(columns, list(shapes))
             for key, (columns, shapes) in annotations.items()
         }
+        self._choice = StepChoice(sampling, step)
+        for columns, shapes in annotations.values():
+            self._choice.draw(columns, list(shapes))
 
-    def number(self, layer: str, item: Pass) -> int:
-        """The n-th pass of a layer with one annotation and shape has the n-th such block."""
+    def take(self, layer: str, item: Pass, values: bool) -> CapturedPass | None:
+        """A layer's pass as it is recorded; None where none of its rows is.
+
+        Args:
+            layer: Its name.
+            item: With its key and value, which are cut to the rows that are kept.
+            values: Whether values are recorded.
+        """
+        assert item.key is not None
+        assert item.value is not None
+        columns = self._columns[id(item.annotation)][item.leading]
+        choice = self._choice.choose(item, columns)
+        self.dropped += [
+            DroppedRows(self._step, layer, reason, rows) for reason, rows in choice.dropped.items()
+        ]
+        if choice.told:
+            self.told.add(layer)
+        kept = None if choice.kept.all() else np.flatnonzero(choice.kept)
+        number = self._number(layer, item, kept)
+        if kept is not None:
+            if not len(kept):
+                return None
+            item.key.keep(kept)
+            item.value.keep(kept)
+        item.key.seal()
+        if values:
+            item.value.seal()
+        return CapturedPass(
+            layer, len(item.key.stored), number, item.key, item.value if values else None
+        )
+
+    def _number(self, layer: str, item: Pass, kept: np.ndarray | None) -> int:
+        """The n-th pass of a layer with one annotation and shape has the n-th such block, if the
+        same rows are kept."""
         seen = (layer, id(item.annotation), item.leading)
         repeat = self._seen[seen] = self._seen.get(seen, -1) + 1
-        key = (id(item.annotation), item.leading, repeat)
+        if kept is not None and not len(kept):
+            return -1
+        rows = b"" if kept is None else kept.tobytes()
+        key = (id(item.annotation), item.leading, repeat, rows)
         if key not in self._numbers:
             self._numbers[key] = len(self.blocks)
-            self.blocks.append(self._block(item))
+            self.blocks.append(self._block(item, kept))
         return self._numbers[key]
 
-    def _block(self, item: Pass) -> Block:
+    def _block(self, item: Pass, kept: np.ndarray | None) -> Block:
         found = self._columns[id(item.annotation)][item.leading]
         columns = {name: values for name, values in found.items() if name != ROWS}
-        return Block(self._step, item.leading, columns)
+        if kept is not None:
+            columns = {
+                name: values if len(values) == 1 else each(values, item.rows)[kept]
+                for name, values in columns.items()
+            }
+        return Block(self._step, item.leading, columns, kept)
+
+
+def rows_bytes(passes: Sequence[Pass], values: bool) -> int:
+    """What keys and values of whole passes take."""
+    return sum(
+        len(buffer.memory)
+        for item in passes
+        for buffer in (item.key, item.value if values else None)
+        if buffer is not None
+    )

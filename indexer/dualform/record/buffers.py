@@ -145,6 +145,25 @@ class Buffer:
             total.stored += other.array
         return total
 
+    def any_nonzero(self) -> np.ndarray:
+        """bool [rows]: whether a row has a number that is not zero, of either sign."""
+        if self.dtype is torch.float32:
+            return np.asarray(self.stored.any(1))
+        return np.asarray((self._bits() & ~_SIGN).any(1))
+
+    def keep(self, rows: np.ndarray) -> None:
+        """Let all rows go but these.
+
+        Args:
+            rows: Their numbers, ascending.
+        """
+        kept = self.stored[rows]
+        self.stored = self.stored[: len(kept)]
+        self.stored[...] = kept
+        end = -(-kept.nbytes // _PAGE) * _PAGE
+        np.frombuffer(self.memory, np.uint8)[kept.nbytes : end] = 0
+        self.memory = self.memory[:end]
+
     def seal(self) -> None:
         """Take the digest: the array no longer changes."""
         self.xxh3 = digest(self.stored)

@@ -247,7 +247,7 @@ class DiskSink:
     def _write(self, writer: RecordingWriter, batches: list[StepBatch]) -> None:
         for batch in batches:
             passes = [_step_pass(item) for item in batch.passes]
-            writer.append(passes, batch.blocks, batch.ledger, batch.marks)
+            writer.append(passes, batch.blocks, batch.ledger, batch.marks, batch.dropped)
             if batch.state is not None:
                 writer.write_state(batch.state)
             if writer.segment_bytes >= self._segment_bytes or writer.segment_rows >= _SEGMENT_ROWS:

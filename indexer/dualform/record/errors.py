@@ -4,6 +4,7 @@ RecordError                 a DualformError
 ├── LayerSelectionError     no such layer, or one that cannot be recorded
 ├── AnnotationError         a column's name, type or size does not fit
 ├── CaptureError            a layer's rows cannot be captured
+├── OptionError             an option has no such value (a ValueError too)
 ├── OptimizerError          the optimizer is none, or hides the real one (a TypeError too)
 ├── RecordingExistsError    the path exists, or another process records there
 ├── ResumeError             a recording that can't be continued from this step
@@ -19,6 +20,10 @@ from dualform.store.errors import ExistsError
 
 class RecordError(DualformError):
     """Base of everything the recorder raises; the message says what to do next."""
+
+
+class OptionError(RecordError, ValueError):
+    """`every`, `sample`, `seed` or `zero_rows` is none of the values that it may have."""
 
 
 class OptimizerError(RecordError, TypeError):

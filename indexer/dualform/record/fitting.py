@@ -62,6 +62,18 @@ class Fitting:
         return found
 
 
+def spread(column: Column, shapes: Sequence[Shape], like: Shape) -> dict[Shape, np.ndarray | None]:
+    """What is drawn for each example, for the rows of passes; None where no batch is seen in them.
+
+    Args:
+        column: bool [batch].
+        shapes: Of the passes.
+        like: The shape, [batch, ...], of a column that fits one of them.
+    """
+    repeated = np.repeat(column.values, math.prod(like[1:]))
+    return _fit(ROWS, Column(repeated, like), shapes)
+
+
 def _fit(name: str, column: Column, shapes: Sequence[Shape]) -> dict[Shape, np.ndarray | None]:
     """One column's values for each of the shapes; None where it says nothing."""
     whole, turned = _whole(column.shape, shapes), _sequence_first(column.shape, shapes)

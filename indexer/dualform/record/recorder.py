@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from dualform.record.annotations import Annotations
-from dualform.record.blocks import StepBlocks
+from dualform.record.blocks import StepBlocks, rows_bytes
 from dualform.record.buffers import Pool
-from dualform.record.capture import Pass, Tape
+from dualform.record.capture import Tape
 from dualform.record.compiled import HooksSeen, check_compiled
-from dualform.record.coverage import say, size_text
+from dualform.record.coverage import say
 from dualform.record.disk import DiskSink
 from dualform.record.elements import SampledElements
 from dualform.record.errors import RecorderClosedError, RecordError, ResumeError
@@ -28,8 +28,9 @@ from dualform.record.joined import JoinedLayer
 from dualform.record.optimizer import OptimizerView
 from dualform.record.recorded import RecordedLayer
 from dualform.record.resume import resume
+from dualform.record.row_choice import reason_of, sampling_of
 from dualform.record.selection import select_layers
-from dualform.record.sink import CapturedPass, Sink, StepBatch
+from dualform.record.sink import Sink, StepBatch
 from dualform.record.unclosed import closed_in_the_end
 from dualform.record.wrapped import unwrapped
 from dualform.store.ledger import InexactMark
@@ -72,8 +73,17 @@ class Recorder:
             that were recorded after it are dropped.
         steps: How many optimizer steps are planned, if known: a warning comes before the first
             one where they do not fit the disk.
+        every: Record the rows of steps 0, N, 2 N, ... alone.
+        sample: Record so large a part of the examples, above 0 and at most 1, drawn at each step.
+        seed: Of the draws, which depend on it and the step's number alone.
+        zero_rows: False leaves out rows whose value is exactly zero: they add nothing to any
+            output, but have attention weights.
+
+            What rows that were left out added is in the remainder of outputs, and the layer is
+            marked; zero rows add nothing. How many there were is kept.
 
     Raises:
+        OptionError: `every`, `sample`, `seed` or `zero_rows` has no such value.
         LayerSelectionError: `layers` names nothing that can be recorded.
         OptimizerError: `optimizer` is none.
         RecordingExistsError: The path exists, and `resume_at_step` is not given.
@@ -94,7 +104,12 @@ class Recorder:
         values: bool = True,
         resume_at_step: int | None = None,
         steps: int | None = None,
+        every: int = 1,
+        sample: float = 1.0,
+        seed: int = 0,
+        zero_rows: bool = True,
     ) -> None:
+        self._sampling = sampling_of(every, sample, seed, zero_rows)
         optimizer = unwrapped(optimizer)
         check_compiled(model)
         self._optimizer = OptimizerView(optimizer)
@@ -114,6 +129,8 @@ class Recorder:
         self._planned_steps = steps
         self._step = self._first_step = 0
         self._bytes_since_state = self._bytes_per_state = 0
+        self._left_out: set[str] = set()
+        self._said_empty = False
         self._open_step: StepBatch | None = None
         self._marks: list[tuple[str, InexactMark]] = []
         self._examples = ExampleIntake()
@@ -122,7 +139,9 @@ class Recorder:
         is_path = isinstance(path_or_sink, (str, os.PathLike))
         self._sink: Sink = DiskSink(path_or_sink) if is_path else path_or_sink  # type: ignore
         specs = {layer.spec.name: layer.spec for layer in self._layers}
-        manifest = RecordingManifest(self._optimizer.name, specs, values, _program())
+        manifest = RecordingManifest(
+            self._optimizer.name, specs, values, _program(), self._sampling
+        )
         self._hooks_seen = HooksSeen(model)
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -141,10 +160,13 @@ class Recorder:
             raise
         closed_in_the_end(self)
 
-    def annotate(self, **columns: Any) -> None:
+    def annotate(self, *, rows: Any = None, **columns: Any) -> None:
         """Say what the rows of the following passes are, until the next call or step.
 
         Args:
+            rows: Which of them are recorded at all: booleans, one per example [batch] or per row
+                [batch, time], such as `labels != -100`; None for all. A layer with one row for
+                several of them has it recorded if any is.
             columns: By name; `example` (an id), `label`, `task`, and any others. Each is one value
                 for the whole batch, one per example [batch], or one per row [batch, time]:
                 integers, floating-point numbers, strings or booleans, as lists, NumPy arrays or
@@ -152,11 +174,12 @@ class Recorder:
 
         Raises:
             AnnotationError: A reserved name, a type that cannot be stored, or one that the column
-                did not have before. Sizes are checked at the step, before it moves the weights.
+                did not have before; `rows` is no mask. Sizes are checked at the step, before it
+                moves the weights.
             RecorderClosedError: After `close`.
         """
         self._check_open()
-        self._annotations.set(columns)
+        self._annotations.set(columns, rows)
 
     def add_examples(
         self, ids: Sequence[int] | Sequence[str] | np.ndarray, payloads: Sequence[bytes | str]
@@ -258,23 +281,23 @@ class Recorder:
             ledger.extend(rows)
             self._mark(layer, mark)
             kept += [(layer.spec.name, item) for item in layer.kept]
-        blocks = StepBlocks(step, kept, self._fitting)
-        passes = [self._captured(name, item, blocks) for name, item in kept]
-        batch = StepBatch(step, passes, blocks.blocks, ledger, tuple(self._marks))
+        blocks = StepBlocks(step, kept, self._fitting, self._sampling)
+        if step == self._first_step:  # before rows are left out
+            size = rows_bytes([item for _, item in kept], self._values)
+        taken = [blocks.take(name, item, self._values) for name, item in kept]
+        passes = [item for item in taken if item is not None]
+        self._mark_left_out(blocks)
+        batch = StepBatch(
+            step, passes, blocks.blocks, ledger, tuple(self._marks), dropped=blocks.dropped
+        )
         if step == self._first_step:
-            self._sink.begin(self._state(), batch.nbytes, self._planned_steps)
-            say(self._first_line(batch.nbytes))
+            size = batch.nbytes if batch.passes else int(size * self._sampling.sample)
+            size //= self._sampling.every
+            self._sink.begin(self._state(), size, self._planned_steps)
+            room = getattr(self._sink, "room", None)
+            to = "" if room is None else f", to {room(size, self._planned_steps)}"
+            say(self._coverage.first_line(size, self._sampling.options, to))
         self._open_step = batch
-
-    def _first_line(self, step_bytes: int) -> str:
-        """What is recorded, what it takes, and what is left out."""
-        room = getattr(self._sink, "room", None)
-        line = f"dualform: recording {self._coverage}"
-        line += f", {size_text(step_bytes)} per step"
-        if room is not None:
-            line += f", to {room(step_bytes, self._planned_steps)}"
-        left_out = self._coverage.left_out_text()
-        return f"{line}. Left out: {left_out}" if left_out else line
 
     def _after_step(self, *_: Any) -> None:
         """The step's post-hook: the weights have moved."""
@@ -304,6 +327,7 @@ class Recorder:
         if self._bytes_since_state <= self._bytes_per_state:
             return batch
         layers = [layer for layer in self._layers if layer.exact] if self._values else []
+        layers = [layer for layer in layers if layer.spec.name not in self._left_out]
         self._bytes_per_state = STATE_RATIO * sum(layer.state_bytes() for layer in layers)
         if not layers or self._bytes_since_state <= self._bytes_per_state:
             return batch
@@ -323,14 +347,27 @@ class Recorder:
         self._examples = ExampleIntake(resumed.examples)
         self._step = self._first_step = step
         self._bytes_since_state = resumed.bytes_since_state
+        self._left_out.update(resumed.left_out)
 
-    def _captured(self, layer: str, item: Pass, blocks: StepBlocks) -> CapturedPass:
-        assert item.key is not None
-        item.key.seal()
-        values = item.value if self._values else None
-        if values is not None:
-            values.seal()
-        return CapturedPass(layer, item.rows, blocks.number(layer, item), item.key, values)
+    def _mark_left_out(self, blocks: StepBlocks) -> None:
+        """Mark the layers whose rows do not add up to them from this step on."""
+        follows = None if self._optimizer.family.scalar else self._optimizer.name
+        for layer in self._layers:
+            name = layer.spec.name
+            if name in blocks.told and name not in self._left_out:
+                self._left_out.add(name)
+                dropped = [item for item in blocks.dropped if item.layer == name]
+                reason = reason_of(self._sampling, dropped, follows)
+                self._bytes_per_state = 0
+                self._marks.append((name, InexactMark(self._step, reason)))  # as it was asked for
+        masked = {item.layer for item in blocks.dropped if item.reason == "rows"}
+        if masked and not blocks.blocks and not self._said_empty:
+            self._said_empty = True
+            _LOGGER.warning(
+                "annotate(rows=...) leaves out every row of step %d, so none of it is recorded; "
+                "true is for the rows that are kept",
+                self._step,
+            )
 
     def _mark(self, layer: _Layer, mark: InexactMark | None) -> None:
         if mark is not None:

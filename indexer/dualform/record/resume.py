@@ -17,6 +17,7 @@ from dualform.optimizers import Unknown
 from dualform.record.disk import DiskSink
 from dualform.record.errors import ResumeError
 from dualform.record.resume_followed import check_followed
+from dualform.record.row_choice import LEFT_OUT
 from dualform.store.errors import BusyError, NotFoundError, StoreError
 from dualform.store.ledger import Coefficients, InexactMark, Ledger
 from dualform.store.recording import LayerSpec, PassRecord, Recording, RecordingManifest
@@ -40,11 +41,13 @@ class Resumed:
         columns: Types of its metadata columns by name.
         examples: Ids that have a payload.
         bytes_since_state: Of its rows since its latest state.
+        left_out: Layers that are marked for rows that were left out.
     """
 
     columns: Mapping[str, str]
     examples: Sequence[int] | Sequence[str]
     bytes_since_state: int
+    left_out: Sequence[str]
 
 
 def resume(
@@ -127,6 +130,7 @@ def _resume(
             },
             examples=[i for table in kept.example_tables() for i in table["id"].to_pylist()],
             bytes_since_state=_bytes_since_state(kept),
+            left_out=_left_out(kept),
         )
 
 
@@ -137,6 +141,8 @@ def _check_manifest(recording: Recording, manifest: RecordingManifest) -> None:
         problem = f"its optimizer was {there.optimizer}, not {manifest.optimizer}"
     elif there.values != manifest.values:
         problem = f"it was recorded with values={there.values}, not values={manifest.values}"
+    elif there.sampling != manifest.sampling:
+        problem = f"it was recorded with {_options(there)}, not with {_options(manifest)}"
     elif list(there.layers) != list(manifest.layers):
         problem = f"its layers are {list(there.layers)}, not {list(manifest.layers)}"
     else:
@@ -150,6 +156,18 @@ def _check_manifest(recording: Recording, manifest: RecordingManifest) -> None:
             f"{recording.path} can't be continued: {problem}; make the recorder with what it was "
             "made with, or record to another path"
         )
+
+
+def _left_out(recording: Recording) -> list[str]:
+    return [
+        name
+        for name, marks in recording.marks.items()
+        if any(mark.reason.startswith(LEFT_OUT) for mark in marks)
+    ]
+
+
+def _options(manifest: RecordingManifest) -> str:
+    return manifest.sampling.options or "all rows"
 
 
 def _check_counts(ledger: Ledger, step: int, counts: Mapping[str, int]) -> None:

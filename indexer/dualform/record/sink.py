@@ -11,6 +11,7 @@ from dualform.record.buffers import Buffer
 from dualform.store.ledger import InexactMark, LedgerRow
 from dualform.store.recording_format import RecordingManifest
 from dualform.store.row_metadata import Block
+from dualform.store.sampling import DroppedRows
 
 State = Mapping[str, np.ndarray]
 """Weights and biases by parameter name, momentum buffers by "momentum:<parameter>"."""
@@ -44,6 +45,7 @@ class StepBatch(NamedTuple):
         ledger: One row per parameter.
         marks: Layer name and mark, those that are new.
         state: The state after the step, where one is due.
+        dropped: The step's rows that are not recorded.
     """
 
     step: int
@@ -52,6 +54,7 @@ class StepBatch(NamedTuple):
     ledger: Sequence[LedgerRow]
     marks: Sequence[tuple[str, InexactMark]] = ()
     state: State | None = None
+    dropped: Sequence[DroppedRows] = ()
 
     @property
     def nbytes(self) -> int:

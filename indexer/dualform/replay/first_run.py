@@ -24,6 +24,7 @@ from dualform.replay.tiles import Tiles
 from dualform.store.files import digest, write_atomic
 from dualform.store.ledger import InexactMark, Ledger, LedgerRow, from_parquet, to_parquet
 from dualform.store.recording_format import LayerSpec, RecordingManifest
+from dualform.store.sampling import Sampling
 
 _FORMAT = "dualform-first-run-1"
 
@@ -144,6 +145,7 @@ class FirstRun:
             "optimizer": manifest.optimizer,
             "values": manifest.values,
             "created_by": manifest.created_by,
+            "sampling": manifest.sampling.to_json(),
             "layers": [asdict(spec) for spec in manifest.layers.values()],
             "marks": [[name, mark.from_step, mark.reason] for name, mark in self.marks],
         }
@@ -173,7 +175,11 @@ class FirstRun:
             specs = {layer["name"]: LayerSpec(**layer) for layer in about["layers"]}
             first = cls()
             first.manifest = RecordingManifest(
-                about["optimizer"], specs, about["values"], about["created_by"]
+                about["optimizer"],
+                specs,
+                about["values"],
+                about["created_by"],
+                Sampling(**about.get("sampling", {})),
             )
             first.ledger_rows = from_parquet(arrays["ledger"].tobytes())
             digests = arrays["digests"].reshape(-1, len(specs), 16)

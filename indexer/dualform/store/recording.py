@@ -42,6 +42,7 @@ from dualform.store.recording_format import (
 )
 from dualform.store.recording_segments import committed
 from dualform.store.row_metadata import row_schema
+from dualform.store.sampling import counted
 
 __all__ = [
     "InexactMark",
@@ -165,6 +166,11 @@ class Recording:
     def rows(self, layer: str) -> int:
         """How many rows a layer has."""
         return sum(record.rows for record in self._passes[layer])
+
+    def dropped(self, layer: str) -> dict[str, int]:
+        """How many rows of a layer training had that are not recorded, by reason
+        (`dualform.store.sampling.REASONS`)."""
+        return counted([item for segment in self.segments for item in segment.dropped], layer)
 
     def block_rows(self, block: int) -> int:
         """How many rows a block of metadata has."""

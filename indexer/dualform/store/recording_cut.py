@@ -97,6 +97,7 @@ def _cut(directory: Path, segment: SegmentTable, step: int) -> SegmentTable:
         block_rows=block_rows,
         marks=marks,
         states=[(after, file) for after, file in segment.states if after <= step],
+        dropped=[item for item in segment.dropped if item.step < step],
     )
 
 

@@ -18,6 +18,13 @@ from dualform.store.fields import Fields, entry, integer, wrong
 from dualform.store.files import FileEntry, check_seal, read_json, write_sealed
 from dualform.store.ledger import InexactMark
 from dualform.store.row_metadata import ROW_COLUMNS, TYPES
+from dualform.store.sampling import (
+    ALL_ROWS,
+    DroppedRows,
+    Sampling,
+    dropped_columns,
+    read_dropped,
+)
 
 FORMAT = "dualform-recording"
 VERSION = 2
@@ -85,20 +92,22 @@ class RecordingManifest:
         layers: By name, in the model's order.
         values: False for a recording of keys alone.
         created_by: Program and version.
+        sampling: Which rows are kept.
     """
 
     optimizer: str
     layers: Mapping[str, LayerSpec]
     values: bool
     created_by: str
+    sampling: Sampling = ALL_ROWS
 
     def save(self, directory: Path) -> None:
         """Write `manifest.json` atomically."""
         layers = [asdict(layer) for layer in self.layers.values()]
         fields = {"optimizer": self.optimizer, "values": self.values, "created_by": self.created_by}
-        write_sealed(
-            directory / MANIFEST, {"format": FORMAT, "version": VERSION, **fields, "layers": layers}
-        )
+        sampling = {} if self.sampling.whole else {"sampling": self.sampling.to_json()}
+        head = {"format": FORMAT, "version": VERSION}
+        write_sealed(directory / MANIFEST, {**head, **fields, **sampling, "layers": layers})
 
     @classmethod
     def load(cls, directory: Path) -> RecordingManifest:
@@ -142,6 +151,7 @@ class RecordingManifest:
             layers=by_name,
             values=data.boolean("values"),
             created_by=data.text("created_by"),
+            sampling=Sampling.read(data),
         )
 
 
@@ -195,6 +205,7 @@ class SegmentTable:
         examples: Example files completed with this segment.
         states: The state after so many steps, and its file; none is before the segment's first
             step or after its last.
+        dropped: Rows that its steps had, and that are not recorded.
     """
 
     number: int
@@ -211,6 +222,7 @@ class SegmentTable:
     marks: Sequence[tuple[str, InexactMark]]
     examples: Sequence[FileEntry]
     states: Sequence[tuple[int, FileEntry]] = ()
+    dropped: Sequence[DroppedRows] = ()
 
     def save(self, directory: Path, layers: Mapping[str, LayerSpec]) -> None:
         """Write the segment's .json atomically into `directory`: this commits the segment."""
@@ -229,6 +241,8 @@ class SegmentTable:
             "examples": [entry.to_json() for entry in self.examples],
             "states": [{"step": step, "file": file.to_json()} for step, file in self.states],
         }
+        if self.dropped:
+            data["dropped"] = dropped_columns(self.dropped, list(layers))
         write_sealed(directory / segment_name(self.number, "json"), data)
 
     @classmethod
@@ -308,6 +322,9 @@ def _segment_table(data: Fields, layers: Sequence[LayerSpec]) -> SegmentTable:
         marks=data.objects("marks", lambda fields: _mark(fields, layers)),
         examples=data.each("examples", entry),
         states=data.objects("states", state) if data.has("states") else (),
+        dropped=read_dropped(
+            data, [spec.name for spec in layers], range(first_step, first_step + steps)
+        ),
     )
     for called, files, start in (
         ("initial", [table.initial], INITIAL),

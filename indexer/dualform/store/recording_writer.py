@@ -38,6 +38,7 @@ from dualform.store.recording_format import (
     segment_name,
 )
 from dualform.store.row_metadata import Block, blocks_table, column_types
+from dualform.store.sampling import DroppedRows
 
 _PAYLOAD_BYTES = 4 << 20
 """Of a row group of payloads."""
@@ -94,6 +95,7 @@ class _OpenSegment:
     marks: list[tuple[str, InexactMark]] = field(default_factory=list)
     examples: list[FileEntry] = field(default_factory=list)
     states: list[tuple[int, FileEntry]] = field(default_factory=list)
+    dropped: list[DroppedRows] = field(default_factory=list)
 
 
 class RecordingWriter:
@@ -193,6 +195,7 @@ class RecordingWriter:
         blocks: Sequence[Block],
         ledger: Sequence[LedgerRow],
         marks: Sequence[tuple[str, InexactMark]] = (),
+        dropped: Sequence[DroppedRows] = (),
     ) -> None:
         """Add one step to the open segment. Its memory is used until the next `flush`."""
         for item in passes:
@@ -205,6 +208,7 @@ class RecordingWriter:
         self._open.blocks.extend(blocks)
         self._open.ledger.extend(ledger)
         self._open.marks.extend(marks)
+        self._open.dropped.extend(dropped)
         self.steps += 1
 
     def write_state(self, state: Mapping[str, np.ndarray]) -> None:
@@ -305,6 +309,7 @@ class RecordingWriter:
             marks=self._open.marks,
             examples=self._open.examples,
             states=self._open.states,
+            dropped=self._open.dropped,
         ).save(self._directory, self._manifest.layers)
         self._segments += 1
         self._blocks += len(self._open.blocks)

@@ -37,16 +37,19 @@ class Block:
         columns: The annotation, by name: flat int64, float64, bool, or object (str) arrays with
             one entry for all rows, one per leading index, or one per row. Masked, or None among
             the objects, where there is none.
+        kept: int64, ascending: which of the pass's rows are recorded, the columns' entries being
+            one for all, or one for each of these; None for all of them.
     """
 
     step: int
     leading: tuple[int, ...]
     columns: Mapping[str, np.ndarray]
+    kept: np.ndarray | None = None
 
     @property
     def rows(self) -> int:
-        """How many rows the pass has."""
-        return math.prod(self.leading)
+        """How many rows are recorded."""
+        return math.prod(self.leading) if self.kept is None else len(self.kept)
 
 
 def column_types(blocks: Sequence[Block]) -> dict[str, str]:
@@ -81,7 +84,7 @@ def blocks_table(blocks: Sequence[Block], columns: Mapping[str, str]) -> pa.Tabl
     """
     counts = np.array([block.rows for block in blocks], np.int64)
     steps = np.repeat(np.array([block.step for block in blocks], np.int64), counts)
-    places = [_places(block.leading) for block in blocks]
+    places = [_places_of(block) for block in blocks]
     flat = np.array([len(block.leading) < 2 for block in blocks], np.bool_)
     arrays = [
         pa.array(steps),
@@ -122,6 +125,11 @@ def _column(parts: Sequence[np.ndarray | None], counts: np.ndarray, kind: str) -
 
 def _joined(parts: Sequence[np.ndarray], dtype: object) -> np.ndarray:
     return np.concatenate(parts) if parts else np.zeros(0, dtype)  # type: ignore[call-overload]
+
+
+def _places_of(block: Block) -> tuple[np.ndarray, np.ndarray]:
+    slots, positions = _places(block.leading)
+    return (slots, positions) if block.kept is None else (slots[block.kept], positions[block.kept])
 
 
 @functools.lru_cache(maxsize=64)
