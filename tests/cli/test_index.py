@@ -109,6 +109,19 @@ def test_build_with_parts(recording: Path, tmp_path: Path) -> None:
     assert "leave out --parts" in bare.err
 
 
+def test_parts_by_a_column_of_a_million_values(tmp_path: Path) -> None:
+    """By name and number, with nothing written."""
+    rows = 10**6
+    ones = np.ones((rows, 1), np.float32)
+    examples: list[object] = list(range(rows))
+    run = tmp_path / "run"
+    make_recording(run, ones, ones, 10**5, 0.1, 0.0, {"example": examples}, trained=False)
+    done = dualform("index", "build", run, tmp_path / "index", "--parts", "example")
+    assert (done.status, done.out) == (2, "")
+    assert "'example' has more than 1,000 values" in done.err
+    assert list(tmp_path.iterdir()) == [run]
+
+
 @pytest.mark.parametrize("option", ["--follow", "--sum-by=label", "--val"])
 def test_options_of_later_are_refused(recording: Path, tmp_path: Path, option: str) -> None:
     done = dualform("index", "build", recording, tmp_path / "index", option)

@@ -204,10 +204,19 @@ def test_query_files_that_can_not_be_asked(server: str, tmp_path: Path) -> None:
         (["--rank-by", "contribution", "--unit", "5"], "units 0 to 4"),
         (["--rank-by", "contribution", "--unit", "0", "--at-step", "87"], "0 to 86"),
         (["--unit", "0"], "rank_by='contribution'"),
+        (["--max-residual", "1"], "rank_by='contribution'"),
+        (["--rank-by", "contribution", "--unit", "0", "--max-residual", "-1"], "0 or more: 0.0001"),
     ],
 )
 def test_refusals(server: str, query_file: Path, more: list[str], says: str) -> None:
     refused(ask("top-k", server, query_file, *more), says)
+
+
+@pytest.mark.parametrize("share", ["-1", "-1e-9", "-inf"])
+def test_a_remainder_below_nothing_is_refused(server: str, query_file: Path, share: str) -> None:
+    refused(
+        ask("output", server, query_file, f"--max-residual={share}"), "0 or more: 0.0001 unless"
+    )
 
 
 WHOLE = ["top-k", "--layer", "fc", "--query", "q.npy", "--server", "a:1"]

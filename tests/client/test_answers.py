@@ -185,6 +185,24 @@ def test_what_makes_no_bins_is_refused(
     assert caught.value.field == "bins"
 
 
+@pytest.mark.parametrize("share", [-1, -1e-300, float("-inf"), float("nan")])
+def test_a_remainder_below_nothing_is_refused(
+    remote: Client, local: Client, queries: np.ndarray, share: float
+) -> None:
+    """By every question that takes one, whoever answers it."""
+    says = "a number is needed" if share != share else r"0 or more: 0\.0001 unless"
+    of_unit = {"rank_by": "contribution", "unit": 0, "max_residual": share}
+    for client in (remote, local):
+        for ask in (
+            lambda client: client.dual_output("fc", queries, max_residual=share),
+            lambda client: client.top_k("fc", queries, **of_unit),
+            lambda client: client.explain({"fc": queries}, output=True, max_residual=share),
+        ):
+            with pytest.raises(InvalidArgumentError, match=says) as caught:
+                ask(client)
+            assert caught.value.field == "max_residual"
+
+
 def test_plans_are_told_and_strategies_overruled(remote: Client, queries: np.ndarray) -> None:
     for ask, expected in (
         (lambda **more: remote.top_k("fc", queries, k=3, **more), "flat"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,6 +66,8 @@ REFUSALS: list[tuple[Any, dict[str, Any], type[DualformError], str, str]] = [
     (network(), {"where": "lable = 2"}, InvalidArgumentError, "where", "position 1"),
     (network(), {"where": "label = "}, InvalidArgumentError, "where", "position"),
     (network(), {"where": parse_filter("label = 'x'")}, InvalidArgumentError, "where", "label"),
+    (network(), {"max_residual": -1.0}, InvalidArgumentError, "max_residual", "0 or more"),
+    (network(), {"max_residual": math.nan}, InvalidArgumentError, "max_residual", "a number is"),
     (network(), {"index": "other"}, NotFoundError, "index", "other"),
     (network(), {"timeout": -1}, InvalidArgumentError, "timeout", "above 0"),
 ]

@@ -127,6 +127,31 @@ REFUSED: dict[str, tuple[Any, grpc.StatusCode, str, list[str]]] = {
     ),
     "at_step < 0": (output(at_step=-1), INVALID, "-1", ["at_step"]),
     "at_step > steps": (output(at_step=10**15), INVALID, "steps", ["at_step"]),
+    "max_residual < 0": (output(max_residual=-1e-9), INVALID, "0 or more", ["max_residual"]),
+    "max_residual NaN": (
+        output(max_residual=float("nan")),
+        INVALID,
+        "a number is",
+        ["max_residual"],
+    ),
+    "max_residual < 0, contribution": (
+        top_k(rank_by=pb.RANK_BY_CONTRIBUTION, unit=0, max_residual=-1.0),
+        INVALID,
+        "max_residual is -1.0",
+        ["max_residual"],
+    ),
+    "max_residual < 0, explain": (
+        lambda stub, q: stub.Explain(
+            pb.ExplainRequest(
+                layers=[pb.ExplainLayer(layer="2", queries=tensor(q))],
+                output=True,
+                max_residual=-1.0,
+            )
+        ),
+        INVALID,
+        "max_residual is -1.0",
+        ["max_residual"],
+    ),
     "no ids": (example(), INVALID, "at least one", ["ids"]),
     "bool id": (example(pb.Value(bool_value=True)), INVALID, "bool", ["ids"]),
     "null id": (example(pb.Value()), INVALID, "null", ["ids"]),

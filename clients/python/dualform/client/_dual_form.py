@@ -70,7 +70,8 @@ def dual_form(
     Raises:
         CallError: The client is no `Client`; an AsyncClient can't answer inside a forward.
         InvalidArgumentError: No module; compiled; a layer that index or model lack, or whose shape
-            differs; a wrong filter or step; in the forward an input that is not finite.
+            differs; a wrong filter, step or max_residual; in the forward an input that is not
+            finite.
         FailedPreconditionError: The index has no values, or a layer no exact dual form up to that
             step; behind the block: a layer that was asked for did not run.
 
@@ -91,8 +92,8 @@ def dual_form(
     end = _end(info, at_step)
     for name in chosen:
         _check_exact(info.layers[name], None if at_step is None else end)
-    if where is not None:
-        _check_where(client, info, chosen, where, index, timeout)
+    if where is not None or max_residual is not None:
+        _check_question(client, info, chosen, where, max_residual, index, timeout)
     _warn_of_another_model(model, client, info, kinds, at_step, index, timeout)
 
     def answer(name: str, queries: torch.Tensor) -> Any:
@@ -296,18 +297,26 @@ def _check_exact(info: LayerInfo, end: int | None) -> None:
             )
 
 
-def _check_where(
+def _check_question(
     client: Client,
     info: IndexInfo,
     chosen: Mapping[str, object],
-    where: str | Filter,
+    where: str | Filter | None,
+    max_residual: float | None,
     index: str | None,
     timeout: float | None,
 ) -> None:
-    """A wrong filter is refused now; at step 0 no row takes part, so that asking costs nothing."""
+    """What is wrong is refused now; at step 0 no row takes part, so that asking costs nothing."""
     for name in chosen:
-        nothing = np.zeros((1, info.layers[name].d_in), np.float32)
-        client.dual_output(name, nothing, where=where, at_step=0, index=index, timeout=timeout)
+        client.dual_output(
+            name,
+            np.zeros((1, info.layers[name].d_in), np.float32),
+            where=where,
+            at_step=0,
+            max_residual=max_residual,
+            index=index,
+            timeout=timeout,
+        )
 
 
 def _warn_of_another_model(
