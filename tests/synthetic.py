@@ -41,6 +41,7 @@ def make_index(
         lr, momentum: What the ledger says of every step.
         trained: The final weights are those that the rows lead to; else the initial ones.
         encodings: Of the passes' keys and values, in turn; the numbers must be exact in them.
+            Values are float32 beside "one_hot" keys.
         columns: Metadata, one entry per row.
     """
     directory.mkdir(parents=True, exist_ok=True)
@@ -87,7 +88,8 @@ def make_recording(
         count = own.stop - own.start
         metadata = {name: _column(column[own]) for name, column in columns.items()}
         encoding = encodings[step % len(encodings)]
-        kept = None if values is None else _record(values[own], encoding)
+        of_values = "float32" if encoding == "one_hot" else encoding
+        kept = None if values is None else _record(values[own], of_values)
         row = LedgerRow(
             step, "fc.weight", SGDSettings(lr, momentum), first=momentum != 0 and step == 0
         )
@@ -131,6 +133,10 @@ def _column(values: list[object]) -> np.ndarray:
 
 def stored(rows: np.ndarray, encoding: str) -> bytes:
     """Float32 numbers as torch has them in another dtype, which must hold them exactly."""
+    if encoding == "one_hot":
+        assert (np.sort(rows, axis=1)[:, :-1] == 0).all()
+        places = np.where(rows.any(axis=1), rows.argmax(axis=1), -1)
+        return np.asarray(places, "<i4").tobytes()
     tensor = torch.from_numpy(np.ascontiguousarray(rows, "<f4"))
     narrow = tensor.to(getattr(torch, encoding))
     assert torch.equal(narrow.float(), tensor) or not torch.isfinite(tensor).all()

@@ -302,7 +302,8 @@ class _Build:
 
 def _find_directions(layer: LayerSource) -> np.ndarray | None:
     """The directions of the layer's sketches, from passes spread over the whole recording."""
-    if layer.spec.d_in < MIN_D_IN:
+    d = layer.spec.d_in
+    if d < MIN_D_IN or layer.encodings[0].numbers(d) < d:  # places are shorter than sketches
         return None
     sample: list[np.ndarray] = []
     rows = 0
@@ -310,6 +311,6 @@ def _find_directions(layer: LayerSource) -> np.ndarray | None:
         if rows >= SAMPLE_ROWS:
             break
         keys = layer.read(layer.passes[i], values=False)[:SAMPLE_ROWS]
-        sample.append(layer.encodings[0].widen(keys))
+        sample.append(layer.encodings[0].widen(keys, d))
         rows += len(sample[-1])
     return leading_directions(sample) if sample else None

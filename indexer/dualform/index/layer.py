@@ -26,7 +26,7 @@ from dualform.index.row_sum import FollowedSum, RowSums
 from dualform.index.shards import ShardFile, ShardWriter
 from dualform.index.sidecar import Order
 from dualform.index.sketch import sketch
-from dualform.store.encoding import FLOAT32, Encoding, Half, encoding
+from dualform.store.encoding import FLOAT32, ONE_HOT, Encoding, Half, encoding
 from dualform.store.files import FileEntry, write_atomic
 from dualform.store.index_parts import (
     IndexLayer,
@@ -37,6 +37,9 @@ from dualform.store.index_parts import (
 )
 from dualform.store.ledger import InexactMark
 from dualform.store.recording import LayerSpec, PassRecord, Recording
+
+_WIDE_NUMBERS = 4 << 20
+"""Of keys that are stored as places, so many numbers are made at a time."""
 
 
 class LayerSource:
@@ -67,21 +70,22 @@ class LayerSource:
         )
 
     def read(self, record: PassRecord, *, values: bool) -> np.ndarray:
-        """A pass's keys [rows, d_in] or values [rows, d_out], of their encoding's NumPy dtype.
+        """A pass's keys or values, a row each, of their encoding's NumPy dtype.
 
         Raises:
             DamagedError: They are not what was written.
             BuildError: A key has no number of 16 bits near it.
         """
+        d = self.spec.d_out if values else self.spec.d_in
         if values:
             rows, span = self._recording.stored_values(record), record.values
         else:
             rows, span = self._recording.stored_keys(record), record.keys
         assert span is not None
         if span.encoding != self.encodings[values].name:
-            rows = encoding(span.encoding).widen(rows)
+            rows = encoding(span.encoding).widen(rows, d)
             rows = rows if values else self._narrowed(rows)
-        return rows.reshape(record.rows, self.spec.d_out if values else self.spec.d_in)
+        return rows.reshape(record.rows, self.encodings[values].numbers(d))
 
     def mark(self) -> InexactMark | None:
         """What rounded keys make of the layer: its rows are no longer what its gradients came from,
@@ -120,7 +124,14 @@ def _encodings(passes: Sequence[PassRecord]) -> tuple[Encoding, Encoding]:
     spans = ([record.keys for record in passes], [record.values for record in passes])
     names = [{span.encoding for span in side if span is not None} for side in spans]
     keys, values = (encoding(found.pop()) if len(found) == 1 else FLOAT32 for found in names)
-    return keys, values
+    return keys, FLOAT32 if values is ONE_HOT else values
+
+
+def _wide_parts(kind: Encoding, d: int, rows: int) -> Iterator[slice]:
+    """All rows at once; of an encoding that widens much, so many that little memory is needed."""
+    step = rows if kind.numbers(d) == d else max(1, _WIDE_NUMBERS // d)
+    for first in range(0, rows, max(1, step)):
+        yield slice(first, min(first + step, rows))
 
 
 @dataclass(frozen=True)
@@ -197,10 +208,11 @@ class LayerWriter:
                 self._advance(piece[2].nbytes)
 
         def study(where: np.ndarray, rows: np.ndarray) -> None:
-            keys = encodings[0].widen(rows)
-            summary.add(where, keys)
-            if sketches is not None and directions is not None:
-                sketches[where] = sketch(keys, directions)
+            for part in _wide_parts(encodings[0], spec.d_in, len(rows)):
+                keys = encodings[0].widen(rows[part], spec.d_in)
+                summary.add(where[part], keys)
+                if sketches is not None and directions is not None:
+                    sketches[where[part]] = sketch(keys, directions)
             if hashes is not None:
                 hashes[where] = digests(rows)
 
@@ -218,8 +230,11 @@ class LayerWriter:
 
             def add(step: int, inside: slice, rows: np.ndarray) -> None:
                 assert row_sum is not None
-                keys = keys_file.take(order.positions[inside])
-                row_sum.add(step, keys, encodings[1].widen(rows), order.parts[:, inside])
+                values = encodings[1].widen(rows, spec.d_out)
+                for part in _wide_parts(encodings[0], spec.d_in, len(rows)):
+                    where = slice(inside.start + part.start, inside.start + part.stop)
+                    keys = keys_file.take(order.positions[where])
+                    row_sum.add(step, keys, values[part], order.parts[:, where])
 
             with BackgroundWorker() as background:
                 for record, inside, rows in pieces(values=True):
@@ -227,7 +242,7 @@ class LayerWriter:
                         background.submit(add, record.step, inside, rows)
                     file.put(order.positions[inside], rows)
 
-        name = shard_file(spec.name, order.number, "keys.faiss")
+        name = shard_file(spec.name, order.number, encodings[0].keys_file)
         keys_file, keys = writer.keys(name, order.rows, spec.d_in, encodings[0], fill_keys)
         values = None
         if self._values:

@@ -49,6 +49,7 @@ class ShardFile:
         free: queue.Queue[mmap.mmap],
     ) -> None:
         self._encoding = encoding
+        self._d = d
         self._memory = memory
         self._free = free
         self._users = 2
@@ -61,13 +62,13 @@ class ShardFile:
         self._rows = numbers.view(np.dtype((np.void, encoding.row_bytes(d))))
 
     def put(self, positions: np.ndarray, rows: np.ndarray) -> None:
-        """Copy rows, [n, d] as they are stored and contiguous, to these positions."""
+        """Copy rows, as they are stored and contiguous, to these positions."""
         self._rows[positions] = rows.reshape(-1).view(self._rows.dtype)
 
     def take(self, positions: np.ndarray) -> np.ndarray:
         """Rows that were put, float32 [n, d]; until the reader lets go."""
         rows: np.ndarray = self._rows[positions].view(self._encoding.stored)
-        return self._encoding.widen(rows.reshape(len(positions), -1))
+        return self._encoding.widen(rows.reshape(len(positions), -1), self._d)
 
     def let_go(self) -> None:
         """Called by the writer when the file is written, and once by who reads what was put."""

@@ -2,13 +2,12 @@
 row becomes float32 numbers.
 
 Keys and values are stored as the training run had them: float32, or the 16-bit numbers of mixed
-precision, which are exact float32 numbers with half the bytes. Whoever writes says which
-(`Record.encoding` for a recording's pass), manifests carry the name, and whoever reads gets float32
-numbers that are equal to what was stored.
+precision, which are exact float32 numbers with half the bytes, or, where a key has a single 1, its
+place. Whoever writes says which (`Record.encoding` for a recording's pass), manifests carry the
+name, and whoever reads gets float32 numbers that are equal to what was stored.
 
 Rows lie one after the other, `row_bytes(d)` each. A new encoding is a subclass here, listed in
-`ENCODINGS`: its name is that of the torch dtype that its numbers have, by which the engine maps a
-file without copying it.
+`ENCODINGS`; the engine maps a file as a tensor of its `dtype`, without copying it.
 """
 
 from __future__ import annotations
@@ -28,28 +27,42 @@ class Encoding(ABC):
     """How numbers are stored.
 
     Attributes:
-        name: In manifests; the name of the torch dtype too.
+        name: In manifests.
         stored: The NumPy dtype that has the numbers' bytes, little-endian.
+        dtype: The name of the torch dtype that has them.
+        keys_file: How the names of files of keys end.
     """
 
     name: ClassVar[str]
     stored: ClassVar[np.dtype[Any]]
+    dtype: ClassVar[str]
+    keys_file: ClassVar[str] = "keys.faiss"
+
+    def numbers(self, d: int) -> int:
+        """How many stored numbers make a row of d."""
+        return d
 
     def row_bytes(self, d: int) -> int:
         """Bytes of a row of d numbers."""
-        return int(self.stored.itemsize) * d
+        return int(self.stored.itemsize) * self.numbers(d)
 
     @abstractmethod
-    def widen(self, rows: np.ndarray) -> np.ndarray:
-        """Stored numbers, of any shape, as the float32 numbers that are equal to them."""
+    def widen(self, rows: np.ndarray, d: int = 0) -> np.ndarray:
+        """Stored rows, [n, numbers(d)], as the float32 [n, d] that are equal to them; d is needed
+        where `numbers` is another, and rows may have any shape where it is not.
+
+        Raises:
+            ValueError: They are no such rows.
+        """
 
     @abstractmethod
     def keys_header(self, d: int, rows: int) -> bytes:
-        """The bytes that make rows of keys after them a file that `faiss.read_index` opens."""
+        """The bytes that make rows of keys after them a file: one that `faiss.read_index` opens, or
+        where FAISS has no such keys, a .npy file."""
 
     def values_header(self, rows: int, d: int) -> bytes:
         """The 128 bytes that make rows of values after them a .npy file [rows, d]."""
-        return npy_header(self.stored.str, (rows, d))
+        return npy_header(self.stored.str, (rows, self.numbers(d)))
 
     def keys_bytes(self, d: int, rows: int) -> int:
         """Size of a file of keys."""
@@ -63,10 +76,10 @@ class Encoding(ABC):
 class Float32(Encoding):
     """Keys are a `faiss.IndexFlatIP`."""
 
-    name = "float32"
+    name = dtype = "float32"
     stored = np.dtype("<f4")
 
-    def widen(self, rows: np.ndarray) -> np.ndarray:
+    def widen(self, rows: np.ndarray, d: int = 0) -> np.ndarray:
         return rows
 
     def keys_header(self, d: int, rows: int) -> bytes:
@@ -92,11 +105,11 @@ class Half(Encoding):
 class BFloat16(Half):
     """The upper half of a float32."""
 
-    name = "bfloat16"
+    name = dtype = "bfloat16"
     stored = np.dtype("<u2")  # NumPy has no bfloat16: the bits
     quantizer = 7
 
-    def widen(self, rows: np.ndarray) -> np.ndarray:
+    def widen(self, rows: np.ndarray, d: int = 0) -> np.ndarray:
         return np.asarray((rows.astype("<u4") << np.uint32(16)).view("<f4"))
 
     def narrow(self, rows: np.ndarray) -> np.ndarray:
@@ -111,11 +124,11 @@ class BFloat16(Half):
 class Float16(Half):
     """IEEE half precision."""
 
-    name = "float16"
+    name = dtype = "float16"
     stored = np.dtype("<f2")
     quantizer = 4
 
-    def widen(self, rows: np.ndarray) -> np.ndarray:
+    def widen(self, rows: np.ndarray, d: int = 0) -> np.ndarray:
         return np.asarray(rows.astype("<f4"))
 
     def narrow(self, rows: np.ndarray) -> np.ndarray:
@@ -123,9 +136,36 @@ class Float16(Half):
             return np.asarray(rows.astype(self.stored))
 
 
-FLOAT32 = Float32()
+class OneHot(Encoding):
+    """A row with a single 1: its place, 4 bytes. A row of zeros is -1."""
 
-ENCODINGS: Mapping[str, Encoding] = {kind.name: kind for kind in (FLOAT32, BFloat16(), Float16())}
+    name = "one_hot"
+    stored = np.dtype("<i4")
+    dtype = "int32"
+    keys_file = "keys.npy"
+
+    def numbers(self, d: int) -> int:
+        return 1
+
+    def widen(self, rows: np.ndarray, d: int = 0) -> np.ndarray:
+        places = rows.reshape(-1)
+        if places.size and not -1 <= places.min() <= places.max() < d:
+            raise ValueError(f"places {places.min()} to {places.max()} in rows of {d:,} numbers")
+        wide = np.zeros((len(places), d), np.float32)
+        ones = np.flatnonzero(places >= 0)
+        wide[ones, places[ones]] = 1
+        return wide
+
+    def keys_header(self, d: int, rows: int) -> bytes:
+        return self.values_header(rows, d)
+
+
+FLOAT32 = Float32()
+ONE_HOT = OneHot()
+
+ENCODINGS: Mapping[str, Encoding] = {
+    kind.name: kind for kind in (FLOAT32, BFloat16(), Float16(), ONE_HOT)
+}
 """By name."""
 
 

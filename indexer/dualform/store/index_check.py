@@ -223,7 +223,7 @@ def _check_shard_files(where: str, layer: IndexLayer, i: int, rows: int) -> None
     sketch_size = FLOAT32.values_bytes(rows, _directions(layer) + 1)
     sums_size = shard.sums.bytes if shard.sums and _fits(shard.sums, layer.d_in, rows) else -1
     for name, entry, file, there, size in (
-        ("keys", shard.keys, "keys.faiss", True, keys.keys_bytes(layer.d_in, rows)),
+        ("keys", shard.keys, keys.keys_file, True, keys.keys_bytes(layer.d_in, rows)),
         ("values", shard.values, "values.npy", layer.values, values_size),
         ("sketch", shard.sketch, "sketch.npy", layer.directions is not None, sketch_size),
         ("sums", shard.sums, "sums.npy", shard.sums is not None, sums_size),

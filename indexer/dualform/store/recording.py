@@ -199,7 +199,7 @@ class Recording:
             DamagedError: They are not what was written.
             ValueError: `out` has another size.
         """
-        self._widen(record.segment, record.keys, out)
+        self._widen(record, record.keys, out)
 
     def read_values(self, record: PassRecord, out: memoryview | np.ndarray) -> None:
         """Read a pass's values into `out`, float32 [rows, d_out], likewise.
@@ -208,7 +208,7 @@ class Recording:
             DamagedError: They are not what was written.
             ValueError: `out` has another size, or the recording holds keys alone.
         """
-        self._widen(record.segment, self._values_of(record), out)
+        self._widen(record, self._values_of(record), out)
 
     def stored_keys(self, record: PassRecord) -> np.ndarray:
         """A pass's keys as they are stored, [rows, d_in] of their encoding's NumPy dtype.
@@ -351,18 +351,23 @@ class Recording:
         self._read(record.segment, span, _bytes(rows))
         return rows.reshape(record.rows, -1) if record.rows else rows.reshape(0, 1)
 
-    def _widen(self, segment: int, span: Span, out: memoryview | np.ndarray) -> None:
+    def _widen(self, record: PassRecord, span: Span, out: memoryview | np.ndarray) -> None:
         view, kind = _bytes(out), encoding(span.encoding)
-        numbers = span.nbytes // kind.stored.itemsize
-        size = numbers * FLOAT32.stored.itemsize
-        if len(view) != size:
-            raise ValueError(f"the record has {size:,} bytes, `out` has {len(view):,}")
+        d, rest = divmod(len(view), max(1, FLOAT32.row_bytes(record.rows)))
+        if rest or kind.row_bytes(d) * record.rows != span.nbytes:
+            raise ValueError(
+                f"the record has {record.rows:,} rows in {span.nbytes:,} bytes of "
+                f"{span.encoding}, `out` has {len(view):,} bytes"
+            )
         if span.encoding == FLOAT32.name:
-            self._read(segment, span, view)
+            self._read(record.segment, span, view)
             return
-        rows = np.empty(numbers, kind.stored)
-        self._read(segment, span, _bytes(rows))
-        view[:] = _bytes(kind.widen(rows))
+        try:
+            view[:] = _bytes(kind.widen(self._stored(record, span), d))
+        except ValueError as error:
+            path = self._directory / segment_name(record.segment, "bin")
+            what = f"the record at byte {span.offset:,} is not {span.encoding} ({error})"
+            raise DamagedError(path, what, RERECORD) from None
 
     def _read(self, segment: int, span: Span, view: memoryview) -> None:
         if self._open_bin is None or self._open_bin[0] != segment:

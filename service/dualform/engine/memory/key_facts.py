@@ -26,23 +26,28 @@ class KeyFacts:
 
     Attributes:
         encoding: How the keys are stored.
+        d: Numbers of a key.
         finite: bool [rows]: which keys are finite.
         max_norm: Upper bound of the finite keys' Euclidean norms.
         nonnegative: No key has a negative number.
     """
 
     encoding: Encoding
+    d: int
     finite: np.ndarray
     max_norm: float
     nonnegative: bool
 
     def wrong(self, keys: torch.Tensor) -> str | None:
-        """What the keys, [rows, d] as stored, are not; None where they are all that."""
-        step = max(1, _TILE_BYTES // FLOAT32.row_bytes(keys.shape[1]))
+        """What the keys, as stored, are not; None where they are all that."""
+        step = max(1, _TILE_BYTES // FLOAT32.row_bytes(self.d))
         stored = keys.view(torch.uint8).numpy()
         for first in range(0, len(keys), step):
             aligned = stored[first : first + step].copy()  # as bytes: mapped numbers are not
-            tile = self.encoding.widen(aligned.view(self.encoding.stored))
+            try:
+                tile = self.encoding.widen(aligned.view(self.encoding.stored), self.d)
+            except ValueError as error:
+                return f"its keys are not {self.encoding.name}: {error}"
             what = self._wrong(tile, first)
             if what is not None:
                 return what

@@ -225,9 +225,9 @@ class Layer:
         for shard, first, last in zip(self.shards, bounds, bounds[1:], strict=False):
             if first < last:
                 inside = positions[first:last] - shard.start
-                source = shard.keys.rows()
+                shard.keys.rows()
                 shard.keys.expect(scattered=is_scattered(len(inside), shard.rows))
-                copy_rows(source, inside, keys[first:last])
+                shard.keys.copy(inside, keys[first:last])
         return keys
 
     @property
@@ -253,7 +253,11 @@ def open_layer(path: Path, layer: IndexLayer, space: RowSpace, table: Rows) -> L
     shards = []
     for place, published in zip(space.shards, layer.shards, strict=True):
         facts = KeyFacts(
-            keys_as, _finite(published, place.rows), published.max_norm, published.nonnegative
+            keys_as,
+            layer.d_in,
+            _finite(published, place.rows),
+            published.max_norm,
+            published.nonnegative,
         )
         shape = (place.rows, layer.d_in)
         header = keys_as.keys_header(layer.d_in, place.rows)

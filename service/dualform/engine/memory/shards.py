@@ -53,6 +53,9 @@ class ShardFile:
         wrong: Says what is wrong with the rows, given as `rows` gives them, or None where they are
             what the index says of them; asked once, when they are first used.
 
+    Attributes:
+        d: Numbers of a row.
+
     Raises:
         DamagedError: The file is missing, no file, or has the wrong size.
     """
@@ -68,9 +71,10 @@ class ShardFile:
     ) -> None:
         self._directory = directory
         self._entry = entry
-        self._shape = shape
+        self.d = shape[1]
+        self._shape = (shape[0], encoding.numbers(shape[1]))
         self._header = header
-        self._dtype = getattr(torch, encoding.name)
+        self._dtype = getattr(torch, encoding.dtype)
         self._wrong = wrong
         self._lock = threading.Lock()
         self._rows: torch.Tensor | None = None
@@ -81,7 +85,7 @@ class ShardFile:
         self._name = str(self.path)
 
     def rows(self) -> torch.Tensor:
-        """The rows, [rows, d] as stored, mapped and unaligned: `copy_rows` or `pick` from them.
+        """The rows as stored, mapped and unaligned: `copy` or `pick` takes numbers from them.
 
         Raises:
             DamagedError: The file does not hold what was written, or has changed since it did.
@@ -91,6 +95,29 @@ class ShardFile:
             if self._rows is None:
                 self._rows = self._map()
             return self._rows
+
+    def copy(self, which: np.ndarray | slice, out: torch.Tensor) -> torch.Tensor:
+        """Rows, by indices or a slice, copied to `out`, float32 [n, d]; returns that.
+
+        Raises:
+            DamagedError: As `rows`.
+        """
+        source = self.rows()
+        if self._dtype is torch.int32:  # places of ones
+            return _one_hot(pick_stored(source, which)[:, 0], out)
+        return copy_rows(source, which, out)
+
+    def pick(self, which: np.ndarray | slice) -> torch.Tensor:
+        """Rows likewise, float32 [n, d]; a view where that is possible.
+
+        Raises:
+            DamagedError: As `rows`.
+        """
+        source = self.rows()
+        if self._dtype is torch.int32:
+            places = pick_stored(source, which)[:, 0]
+            return _one_hot(places, torch.empty((len(places), self.d), device="cpu"))
+        return pick(source, which)
 
     def check_unchanged(self) -> None:
         """Raise DamagedError where the file is not the one any more that is mapped."""
@@ -221,21 +248,19 @@ class Shard:
         count = int(np.count_nonzero(selected))
         if count == 0:
             return
-        keys = self.keys.rows()
-        value_file = self.values if values else None
-        shard_values = None if value_file is None else value_file.rows()
         scattered = is_scattered(count, self.rows)
-        self.keys.expect(scattered=scattered)
-        if value_file is not None:
-            value_file.expect(scattered=scattered)
-        widest = max(keys.shape[1], 0 if shard_values is None else shard_values.shape[1])
-        step = tile_rows(widest, queries)
+        value_file = self.values if values else None
+        files = [file for file in (self.keys, value_file) if file is not None]
+        for file in files:
+            file.rows()  # mapped, before it can be said how they are read
+            file.expect(scattered=scattered)
+        step = tile_rows(max(file.d for file in files), queries)
         finite = None if self.finite.all() else self.finite
-        scratch = torch.empty((min(step, count), keys.shape[1]), dtype=torch.float32, device="cpu")
+        scratch = torch.empty((min(step, count), self.keys.d), dtype=torch.float32, device="cpu")
         for inside, positions in self._pieces(selected, count, step):
             check_stop(stop)
-            tile_keys = copy_rows(keys, inside, scratch[: len(positions)])
-            tile_values = None if shard_values is None else pick(shard_values, inside)
+            tile_keys = self.keys.copy(inside, scratch[: len(positions)])
+            tile_values = None if value_file is None else value_file.pick(inside)
             if device is not None and device.type != "cpu":
                 tile_keys = tile_keys.to(device)
                 tile_values = None if tile_values is None else tile_values.to(device)
@@ -304,4 +329,16 @@ def copy_rows(source: torch.Tensor, which: np.ndarray | slice, out: torch.Tensor
 
 def pick(source: torch.Tensor, which: np.ndarray | slice) -> torch.Tensor:
     """Rows of a tensor in float32, by indices or a slice; a view where that is possible."""
-    return source[which if isinstance(which, slice) else torch.from_numpy(which)].float()
+    return pick_stored(source, which).float()
+
+
+def pick_stored(source: torch.Tensor, which: np.ndarray | slice) -> torch.Tensor:
+    """Rows of a tensor as they are, by indices or a slice; a view where that is possible."""
+    return source[which if isinstance(which, slice) else torch.from_numpy(which)]
+
+
+def _one_hot(places: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Rows with a 1 in these places, int32 [n], none where it is -1, in `out`, float32 [n, d]."""
+    out.zero_()
+    wide = places.long()
+    return out.scatter_(1, wide.clamp(min=0)[:, None], (wide >= 0).float()[:, None])

@@ -60,7 +60,7 @@ def steps_in_order(
         if not len(inside):
             continue
         assert shard.values is not None
-        keys, values = shard.keys.rows(), shard.values.rows()
+        values = shard.values.rows()
         bounds = np.flatnonzero(np.diff(steps[inside])) + 1
         for places in np.split(inside, bounds):
             check_stop(stop)
@@ -68,8 +68,8 @@ def steps_in_order(
             found = StepRows(
                 int(steps[places[0]]),
                 places + shard.start,
-                keys[which].float(),  # stored numbers of 16 bits are products' float32 ones
-                values[which, units].float(),
+                shard.keys.pick(places),
+                values[which, units].float(),  # stored numbers of 16 bits are float32 ones
             )
             if waiting and waiting[0].step != found.step:
                 yield _joined(waiting)

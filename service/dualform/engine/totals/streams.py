@@ -14,7 +14,7 @@ import torch
 from dualform.engine.errors import CancelledError
 from dualform.engine.memory.exact import ExactWeights
 from dualform.engine.memory.layer import Layer
-from dualform.engine.memory.shards import TILE_BYTES, Stop, pick
+from dualform.engine.memory.shards import TILE_BYTES, Stop
 from dualform.store.encoding import FLOAT32
 
 CHUNK_BYTES = 1 << 20
@@ -49,7 +49,7 @@ def weights_in_row_order(
                 if stop is not None and stop():
                     raise CancelledError("the caller gave up; the scan stopped between two tiles")
                 inside = chunk[start : start + tile]
-                keys = pick(shard.keys.rows(), inside)
+                keys = shard.keys.pick(inside)
                 finite = layer.finite[shard.start + inside]
                 weights[:, start : start + tile] = exact.of(keys, finite)
             yield int(ids[chunk[0]]), weights
