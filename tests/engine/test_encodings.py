@@ -126,8 +126,8 @@ def test_places_of_ones_answer_as_the_rows_that_they_stand_for(
     arrays = {**arrays, "keys": ones}
     wide, narrow = build(tmp_path / "wide", arrays), build(tmp_path / "narrow", arrays, "one_hot")
     expected, found = answers(wide, arrays["queries"]), answers(narrow, arrays["queries"])
-    for what, answer in expected.items():
-        np.testing.assert_array_equal(found[what], answer, err_msg=what)
+    for what, answer in found.items():
+        np.testing.assert_array_equal(answer, expected[what], err_msg=what)
     np.testing.assert_array_equal(
         found["weights"], np.where(places >= 0, arrays["queries"][:, places], 0)
     )

@@ -293,7 +293,7 @@ def test_a_decoder_with_adamw(tmp_path: Path) -> None:
     build_index(tmp_path / "r", tmp_path / "index")
     report = verify_index(tmp_path / "index")
     assert report.ok, [(layer.layer, layer.note) for layer in report.layers if not layer.ok]
-    assert len(report.layers) == 8
+    assert len(report.layers) == 9
     assert all(layer.exact_steps == 10 for layer in report.layers)
     table = rows_of(tmp_path / "r", "lm_head")
     assert len(set(table["document"].to_pylist())) > 1

@@ -74,10 +74,11 @@ class Kinds(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(10, 8)
+        self.renormalised = nn.Embedding(10, 8, max_norm=1.0)
         self.kept = nn.Linear(8, 8)
-        self.head = nn.Linear(8, 10, bias=False)
+        self.head = nn.Linear(8, 10)
         self.head.weight = self.embedding.weight
-        self.attention = nn.MultiheadAttention(8, 2)
+        self.attention = nn.MultiheadAttention(8, 2, kdim=6)
         self.images = nn.ModuleList(nn.ConvTranspose2d(8, 8, 3) for _ in range(5))
         self.frozen = nn.Linear(8, 8)
         self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
@@ -95,12 +96,13 @@ def test_groups_with_their_reasons_and_remedies(
         optimizer.step()
     line = next(r.getMessage() for r in caplog.records if "recording" in r.getMessage())
     matrices = sum(p.numel() for p in model.parameters() if p.dim() > 1)
-    assert f"1 layer, {100 * 64 / matrices:.1f} % of" in line
+    assert f"2 layers, {100 * (64 + 64) / matrices:.1f} % of" in line  # kept, attention.out_proj
     left_out = line.split("Left out: ")[1]
     for group, remedy in [
-        ("'embedding' (an embedding looks", "nothing is missed"),
+        ("'embedding' (tied: its weight is also head.weight", "leave out the bias"),
+        ("'renormalised' (nn.Embedding with max_norm", "leave max_norm out"),
         ("'head' (tied: its weight is also embedding.weight", "name it in layers=[...]"),
-        ("'attention.out_proj' (nn.MultiheadAttention multiplies", "nn.Linear of your own"),
+        ("'attention' (with kdim or vdim", "give key and value the width of the query"),
         ("'images.0', 'images.1', 'images.2' and 2 more (ConvTranspose2d", "write it as nn.Linear"),
         ("'frozen' (its weight is not among the optimizer", "give it to the optimizer"),
     ]:

@@ -16,8 +16,8 @@ from torch import nn
 
 from dualform.record import Recorder
 from dualform.record.buffers import Pool
-from dualform.record.capture import Pass
 from dualform.record.check import GradientCheck, Verdict
+from dualform.record.passes import Pass
 from dualform.record.watch import GradientWatch
 from dualform.store.recording import InexactMark, Recording
 

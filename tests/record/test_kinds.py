@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +21,7 @@ from dualform.store.recording import Recording
 from .reading import keys, relative, values
 
 STEPS = 24
+IDS = 9
 
 
 class Conv1D(nn.Module):
@@ -48,13 +49,57 @@ class Last(nn.Module):
         return self.rnn(x)[0]
 
 
+class Tokens(nn.Module):
+    """A language model of one hidden layer; its head may share the embedding's table."""
+
+    def __init__(self, tied: bool = False, **settings: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(IDS, 6, **settings)
+        self.hidden = nn.Linear(6, 6)
+        self.head = nn.Linear(6, IDS, bias=not tied)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.hidden(self.embedding(ids))))
+
+
+class Attention(nn.Module):
+    """Attention of a sequence to itself, or to one or two others that are made from it."""
+
+    def __init__(self, others: int = 0, batch_first: bool = True, **settings: bool) -> None:
+        super().__init__()
+        self.others = others
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=batch_first, **settings)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.attention.batch_first and x.dim() == 3:
+            x = x.transpose(0, 1)
+        short = x[1:] * 2 if x.dim() == 2 or not self.attention.batch_first else x[:, 1:] * 2
+        given = [(x, x, x), (x, short, short), (x, short, short.tanh())][self.others]
+        return self.attention(*given)[0]
+
+
 @dataclass(frozen=True)
 class Case:
-    """A network, what it sees, and its layers with their kinds and rows per example."""
+    """A network, what it sees, and its layers with their kinds and rows per example.
+
+    Attributes:
+        ids: It sees integers.
+        noise: Output units whose bias's gradient is the rounding of a zero, by layer: Adam steps by
+            it all the same, and no row explains that.
+    """
 
     model: Callable[[], nn.Module]
     shape: tuple[int, ...]
     layers: dict[str, tuple[str, int]]
+    ids: bool = False
+    noise: dict[str, slice] = field(default_factory=dict)
+
+    def input(self, count: int, stream: torch.Generator | None = None) -> torch.Tensor:
+        if self.ids:
+            return torch.randint(0, IDS, (count, *self.shape), generator=stream)
+        return torch.randn(count, *self.shape, generator=stream)
 
 
 def convolutions(*layers: nn.Module) -> Callable[[], nn.Module]:
@@ -103,6 +148,35 @@ CASES = {
         (2, 3, 4, 3),
         {"0": ("convolution", 12)},
     ),
+    "attention": Case(
+        Attention,
+        (4, 6),
+        {"attention": ("attention_in", 4), "attention.out_proj": ("attention_out", 4)},
+        noise={"attention": slice(6, 12)},  # of k: it adds the same to all that softmax compares
+    ),
+    "attention to another": Case(
+        lambda: Attention(1, batch_first=False),
+        (4, 6),
+        {"attention": ("attention_in", 7), "attention.out_proj": ("attention_out", 4)},
+        noise={"attention": slice(6, 12)},
+    ),
+    "attention to two others": Case(
+        lambda: Attention(2, bias=False),
+        (4, 6),
+        {"attention": ("attention_in", 10), "attention.out_proj": ("attention_out", 4)},
+    ),
+    "embedding": Case(
+        lambda: Tokens(padding_idx=2),
+        (5,),
+        {"embedding": ("embedding", 5), "hidden": ("linear", 5), "head": ("linear", 5)},
+        ids=True,
+    ),
+    "tied": Case(
+        lambda: Tokens(tied=True),
+        (5,),
+        {"hidden": ("linear", 5), "head": ("linear", 10)},
+        ids=True,
+    ),
 }
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "SGD": lambda m: torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3),
@@ -117,22 +191,31 @@ def train(case: Case, optimizer: str, path: Path | None) -> nn.Module:
     stream = torch.Generator().manual_seed(1)
     recorder = None if path is None else Recorder(model, own, path)
     for step in range(STEPS):
-        x = torch.randn(4, *case.shape, generator=stream)
+        x = case.input(4, stream)
         if recorder is not None:
             recorder.annotate(part=torch.arange(4) + step)
         own.zero_grad()
-        (model(x) - x.mean()).square().mean().backward()
+        (model(x) - x.float().mean()).square().mean().backward()
         own.step()
     if recorder is not None:
         recorder.close()
     return model
 
 
-def output_rows(layer: nn.Module, output: torch.Tensor) -> torch.Tensor:
-    """[n, d_out], a row per place: channels are a convolution's second axis."""
+def expected(layer: nn.Module, output: torch.Tensor | None, queries: np.ndarray) -> np.ndarray:
+    """What a layer gave, [n, d_out], a row per place: channels are a convolution's second axis."""
+    if isinstance(layer, nn.MultiheadAttention):
+        return product(queries, layer.in_proj_weight, layer.in_proj_bias)
+    if output is None:  # of an attention's, which does not call it
+        assert isinstance(layer, nn.Linear)
+        return product(queries, layer.weight, layer.bias)
     if isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
         output = output.movedim(1, -1)
-    return output.detach().reshape(-1, output.shape[-1])
+    return output.detach().reshape(-1, output.shape[-1]).numpy()
+
+
+def product(x: np.ndarray, weight: torch.Tensor, bias: torch.Tensor | None) -> np.ndarray:
+    return nn.functional.linear(torch.from_numpy(x), weight, bias).detach().numpy()
 
 
 # torch's own, of even kernels.
@@ -155,7 +238,7 @@ def test_from_the_hooks_to_the_answers(tmp_path: Path, case: Case, optimizer: st
     build_index(tmp_path / "recording", tmp_path / "index")
     assert verify_index(tmp_path / "index").ok
 
-    x = torch.randn(3, *case.shape)
+    x = case.input(3)
     with torch.no_grad():
         primal = model(x)
     outputs: dict[str, torch.Tensor] = {}
@@ -163,16 +246,23 @@ def test_from_the_hooks_to_the_answers(tmp_path: Path, case: Case, optimizer: st
         model.get_submodule(name).register_forward_hook(
             lambda layer, args, output, name=name: outputs.update({name: output})
         )
-    queries = capture_queries(model, x)
+    queries = capture_queries(model, x, layers=list(case.layers))
     assert set(queries) == set(case.layers)
     with Client.local(tmp_path / "index") as client:
         for name, (kind, _) in case.layers.items():
-            if kind != "lstm":  # its output is no product; see test_lstm.py
-                layer = model.get_submodule(name)
-                answer = client.dual_output(name, queries[name]).values
-                assert relative(answer, output_rows(layer, outputs[name]).numpy()) <= 1e-5
+            if kind == "lstm":  # its output is no product; see test_lstm.py
+                continue
+            layer = model.get_submodule(name)
+            noise = case.noise.get(name, slice(0))
+            most = 1e-4 if noise == slice(0) else 1.0
+            answer = client.dual_output(name, queries[name], max_residual=most).values
+            right = expected(layer, outputs.get(name), queries[name])
+            answer, right = (np.delete(each, noise, axis=1) for each in (answer, right))
+            assert relative(answer, right) <= 1e-5
         fresh = case.model()
-        with dual_form(fresh, client):
+        if case.ids and "embedding" not in case.layers:  # which is the head's table
+            fresh.load_state_dict(model.state_dict())
+        with dual_form(fresh, client, max_residual=1.0 if case.noise else 1e-4):
             dual = fresh(x)
         assert dual.shape == primal.shape
         assert relative(dual.numpy(), primal.numpy()) <= 1e-5

@@ -110,7 +110,7 @@ def test_rows_and_ledger_rebuild_the_weights(tmp_path: Path, bias: bool, time: i
     recording = Recording.open(tmp_path / "recording")
     spec = recording.manifest.layers["rnn"]
     assert (spec.kind, spec.d_in, spec.d_out) == ("lstm", 12, 28)
-    assert list(recording.manifest.layers) == ["rnn", "decoder"]
+    assert list(recording.manifest.layers) == ["embedding", "rnn", "decoder"]
     assert not any(recording.marks.values())
     assert_rebuilds(tmp_path / "recording")
 
@@ -283,20 +283,20 @@ def test_without_biases_the_joined_weight_moves_as_one_under_adam(tmp_path: Path
     assert float((whole.weight - trained).norm()) <= 1e-3 * float(way)
 
 
-def test_fused_lstm_and_embedding_are_left_out_with_a_word_why(
+def test_fused_lstm_is_left_out_with_a_word_why(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = nn.ModuleDict(
-        {"embedding": nn.Embedding(3, 4), "rnn": nn.LSTM(4, 5), "head": nn.Linear(5, 3)}
+        {"bag": nn.EmbeddingBag(3, 4), "rnn": nn.LSTM(4, 5), "head": nn.Linear(5, 3)}
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Recorder(model, optimizer, tmp_path / "recording"):
         model["head"](torch.randn(2, 5)).sum().backward()
         optimizer.step()
     assert "'rnn' (nn.LSTM runs a fused kernel" in caplog.text
-    assert "'embedding' (an embedding looks" in caplog.text
+    assert "'bag' (an EmbeddingBag adds up" in caplog.text
     assert list(Recording.open(tmp_path / "recording").manifest.layers) == ["head"]
     with pytest.raises(LayerSelectionError, match=r"LSTM\.from_torch"):
         Recorder(model, optimizer, tmp_path / "other", layers=["rnn"])
-    with pytest.raises(LayerSelectionError, match="one-hot"):
-        Recorder(model, optimizer, tmp_path / "other", layers=["embedding"])
+    with pytest.raises(LayerSelectionError, match="EmbeddingBag adds up"):
+        Recorder(model, optimizer, tmp_path / "other", layers=["bag"])

@@ -14,6 +14,11 @@ from dualform.store import ExistsError
 from dualform.store.recording import Recording
 
 
+class Changed(nn.MultiheadAttention):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return x @ self.in_proj_weight.T
+
+
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -24,6 +29,7 @@ class Model(nn.Module):
         self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
         self.conv = nn.ConvTranspose2d(1, 1, 1)
         self.attention = nn.MultiheadAttention(4, 2)
+        self.other = Changed(4, 2)
         self.head = nn.Linear(4, 10, bias=False)
         self.head.weight = self.embedding.weight
 
@@ -35,9 +41,10 @@ def chosen(model: nn.Module, path: Path, layers: Sequence[str] | None) -> list[s
     return list(Recording.open(path).manifest.layers)
 
 
-def test_by_default_neither_parametrised_nor_tied(tmp_path: Path) -> None:
+def test_by_default_what_is_not_parametrised_and_a_tied_table_once(tmp_path: Path) -> None:
     assert chosen(Model(), tmp_path / "r", None) == [
-        "blocks.0.0", "blocks.0.1", "blocks.1.0", "blocks.1.1",
+        "blocks.0.0", "blocks.0.1", "blocks.1.0", "blocks.1.1", "attention", "attention.out_proj",
+        "head",
     ]  # fmt: skip
 
 
@@ -47,6 +54,8 @@ def test_by_default_neither_parametrised_nor_tied(tmp_path: Path) -> None:
         (["blocks.1.0"], ["blocks.1.0"]),
         (["blocks.*.1", "blocks.0.*"], ["blocks.0.0", "blocks.0.1", "blocks.1.1"]),
         (["head"], ["head"]),
+        (["embedding", "head"], ["head"]),
+        (["emb*"], ["head"]),
         (["*.0"], ["blocks.0.0", "blocks.1.0"]),
     ],
 )
@@ -61,7 +70,8 @@ def test_patterns(tmp_path: Path, layers: list[str], expected: list[str]) -> Non
         (["conv"], "'conv' matches only unsupported modules"),
         (["blocks.0.0", "nope*"], "'nope\\*' matches nothing"),
         (["normed"], "parametrised"),
-        (["attention.out_proj"], "MultiheadAttention multiplies by its weight without calling it"),
+        (["other.out_proj"], "MultiheadAttention multiplies by its weight without calling it"),
+        (["other"], "has a forward of its own"),
     ],
 )
 def test_what_cannot_be_recorded(tmp_path: Path, layers: list[str], message: str) -> None:

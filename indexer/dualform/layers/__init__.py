@@ -4,7 +4,9 @@ Torch is all that this part needs: the recorder uses it, and the client, which m
 A kind registers itself as its file is imported, which happens here and nowhere else.
 """
 
+from dualform.layers import attention as _attention  # noqa: F401
 from dualform.layers import convolution as _convolution  # noqa: F401
+from dualform.layers import embedding as _embedding  # noqa: F401
 from dualform.layers import linear as _linear  # noqa: F401
 from dualform.layers import transposed as _transposed  # noqa: F401
 from dualform.layers.base import (

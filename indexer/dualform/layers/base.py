@@ -9,7 +9,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Protocol, TypeVar
+from functools import partial
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +24,24 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 
 Forward = Callable[..., Any]
 """What may stand in the place of a module's forward."""
+
+
+class Use(NamedTuple):
+    """One product with a layer's weight, in a call that is being recorded.
+
+    Attributes:
+        keys: [..., d_in], the leading axes being the row's place: slot, position. Of a `one_hot`
+            kind integers [..., 1], the places of the ones, or -1 for a key of zeros.
+        node: The autograd node that multiplies: its gradient is the product's. None where there is
+            none to be found.
+        values: Its gradient as [..., d_out] in the order of the keys; of `units`, where given.
+        units: The output units that the product gives; the others' values are zero. None for all.
+    """
+
+    keys: torch.Tensor
+    node: Node | None
+    values: Callable[[torch.Tensor], torch.Tensor]
+    units: slice | None = None
 
 
 class ShapeError(DualformError, ValueError):
@@ -41,12 +60,20 @@ class LayerKind(ABC):
         example: What modules of this kind are called, for messages.
         parts: Names of the submodules that it consists of, in the order of their columns in W;
             they are recorded as this layer, not as layers of their own.
+        host: The module that multiplies by the weight without calling the layer's own, if one does.
+        weight_name: What the module calls its weight.
+        bias_name: What it calls its bias, if it can have one.
+        one_hot: Keys have a single 1: where, is what is kept of them.
     """
 
     kind: ClassVar[str] = ""
     example: ClassVar[str]
     parts: ClassVar[tuple[str, ...]] = ()
     registry: ClassVar[list[type[LayerKind]]] = []
+    host: nn.Module | None = None
+    weight_name: ClassVar[str] = "weight"
+    bias_name: ClassVar[str] = "bias"
+    one_hot: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
         if cls.kind:
@@ -61,6 +88,12 @@ class LayerKind(ABC):
     @abstractmethod
     def recognises(cls, module: nn.Module) -> bool:
         """Whether a module is of this kind."""
+
+    @classmethod
+    def inside(cls, module: nn.Module) -> Mapping[str, LayerKind]:
+        """Kinds of submodules, by their names in a module that multiplies by their weights without
+        calling them."""
+        return {}
 
     @classmethod
     def why_not(cls, module: nn.Module) -> str | None:
@@ -96,24 +129,28 @@ class LayerKind(ABC):
         It raises a ShapeError for what can't be cut into queries.
         """
 
+    def host_forward(self) -> Forward:
+        """The host's forward, calling the layer's module; of a kind that has a host."""
+        raise NotImplementedError
+
 
 class ProductKind(LayerKind):
-    """A kind of module that multiplies once by its parameter `weight`, and may add a `bias`."""
+    """A kind of module that multiplies by its weight, and may add a bias."""
 
     def weight(self, module: nn.Module) -> torch.Tensor:
         """The weight; a leaf, unless the module is parametrised."""
-        return module.weight  # type: ignore[return-value]
+        return getattr(module, self.weight_name)  # type: ignore[no-any-return]
 
     def bias(self, module: nn.Module) -> torch.Tensor | None:
         """The bias, where there is one."""
-        return module.bias  # type: ignore[return-value]
+        return getattr(module, self.bias_name, None)
 
     def leaves(self, module: nn.Module) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Weight and bias as the module holds them now: None for one that it has not, or computes.
 
         Never computes anything: a parametrisation may change its state when it is asked.
         """
-        return leaf(module, "weight"), leaf(module, "bias")
+        return leaf(module, self.weight_name), leaf(module, self.bias_name)
 
     def weight_2d(self, weight: torch.Tensor) -> torch.Tensor:
         """The weight, or its gradient or a buffer of its shape, as [d_out, d_in]; a view where that
@@ -124,14 +161,39 @@ class ProductKind(LayerKind):
         """The weight as the matrix W [d_out, d_in]."""
         return self.weight_2d(self.weight(module))
 
+    def tensor(self, output: Any) -> torch.Tensor:
+        """The tensor that a call of the module, or of its host, gave."""
+        return output  # type: ignore[no-any-return]
+
+    def uses(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        output: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> Sequence[Use]:
+        """The products of a call of the module, or of its host.
+
+        Args:
+            module, args, kwargs: The layer's module, and the call.
+            output: The call's `tensor`.
+            weight: The layer's, a leaf.
+            bias: Given while the weight is frozen: the node is then the one that adds this.
+
+        Raises:
+            ShapeError: The call has no tensor where the keys should be.
+        """
+        keys = self._keys_of(module, args, kwargs)
+        node = self.node(output, weight) if bias is None else self.bias_node(output, bias)
+        return (Use(keys, node, partial(self.values, module)),)
+
     @abstractmethod
     def keys(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> torch.Tensor | None:
-        """The keys [..., d_in] of a call of the module; None where it has no such argument.
-
-        The leading axes are the row's place: slot, position.
-        """
+        """The keys of a call of the module, as in `Use`; None where it has no such argument."""
 
     def values(self, module: nn.Module, gradient: torch.Tensor) -> torch.Tensor:
         """The gradient at the node, or at the output, in the order of the keys: [..., d_out]."""
@@ -150,6 +212,11 @@ class ProductKind(LayerKind):
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
     ) -> torch.Tensor:
         """The keys of the call."""
+        return self._keys_of(module, args, kwargs)
+
+    def _keys_of(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> torch.Tensor:
         found = self.keys(module, args, kwargs)
         if found is None:
             raise ShapeError(
@@ -202,7 +269,15 @@ class JoinedKind(LayerKind):
 
 def layers_of(model: nn.Module) -> dict[str, LayerKind]:
     """The layers of a model by name, without those that are parts of another."""
-    found = {name: kind for name, m in model.named_modules() if (kind := LayerKind.of(m))}
+    found: dict[str, LayerKind] = {}
+    inside: dict[str, LayerKind] = {}
+    for name, module in model.named_modules():
+        for which in LayerKind.registry:
+            kinds = which.inside(module)
+            inside.update({part_name(name, part): kind for part, kind in kinds.items()})
+        kind = inside.get(name) or LayerKind.of(module)
+        if kind is not None:
+            found[name] = kind
     parts = {part_name(name, part) for name, kind in found.items() for part in kind.parts}
     return {name: kind for name, kind in found.items() if name not in parts}
 

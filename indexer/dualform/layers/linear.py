@@ -30,15 +30,6 @@ class Linear(ProductKind):
     def recognises(cls, module: nn.Module) -> bool:
         return isinstance(module, nn.Linear)
 
-    @classmethod
-    def why_not(cls, module: nn.Module) -> str | None:
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            return (
-                "an embedding looks its row up by a token's number: its key would be one-hot, and "
-                "its attention weight whether two tokens are the same; nothing is missed"
-            )
-        return None
-
     def refusal(self, module: nn.Module) -> str | None:
         if isinstance(module, NonDynamicallyQuantizableLinear):
             return (

@@ -78,6 +78,10 @@ class Annotations:
         self._types.update(types)
         self.current = converted
 
+    def leaves(self, name: str) -> bool:
+        """Whether the recorder can fill a column of text of this name: the user has no such one."""
+        return name not in self.current and self._types.setdefault(name, "string") == "string"
+
     def clear(self) -> None:
         """Forget the annotation in force, not the types."""
         self.current = {}

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from dualform.record.annotations import ROWS, Column
-from dualform.record.capture import Pass
 from dualform.record.fitting import Fitting, Shape
+from dualform.record.passes import USE, Pass
 from dualform.record.row_choice import StepChoice, each
 from dualform.record.sink import CapturedPass
 from dualform.store.row_metadata import Block
@@ -45,8 +45,8 @@ class StepBlocks:
         self.dropped: list[DroppedRows] = []
         self.told: set[str] = set()
         self._step = step
-        self._numbers: dict[tuple[int, Shape, int, bytes], int] = {}
-        self._seen: dict[tuple[str, int, Shape], int] = {}
+        self._numbers: dict[tuple[int, Shape, str | None, int, bytes], int] = {}
+        self._seen: dict[tuple[str, int, Shape, str | None], int] = {}
         annotations: dict[int, tuple[Mapping[str, Column], dict[Shape, None]]] = {}
         for _, item in passes:
             _, shapes = annotations.setdefault(id(item.annotation), (item.annotation, {}))
@@ -93,12 +93,12 @@ class StepBlocks:
     def _number(self, layer: str, item: Pass, kept: np.ndarray | None) -> int:
         """The n-th pass of a layer with one annotation and shape has the n-th such block, if the
         same rows are kept."""
-        seen = (layer, id(item.annotation), item.leading)
+        seen = (layer, id(item.annotation), item.leading, item.use)
         repeat = self._seen[seen] = self._seen.get(seen, -1) + 1
         if kept is not None and not len(kept):
             return -1
         rows = b"" if kept is None else kept.tobytes()
-        key = (id(item.annotation), item.leading, repeat, rows)
+        key = (*seen[1:], repeat, rows)
         if key not in self._numbers:
             self._numbers[key] = len(self.blocks)
             self.blocks.append(self._block(item, kept))
@@ -112,6 +112,8 @@ class StepBlocks:
                 name: values if len(values) == 1 else each(values, item.rows)[kept]
                 for name, values in columns.items()
             }
+        if item.use is not None:
+            columns[USE] = np.array([item.use], object)
         return Block(self._step, item.leading, columns, kept)
 
 

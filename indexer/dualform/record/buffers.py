@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from dualform.store.encoding import FLOAT32, encoding
+from dualform.store.encoding import FLOAT32, ONE_HOT, encoding
 from dualform.store.files import digest
 
 _PAGE = 4096
@@ -28,6 +28,9 @@ _STRETCH = 32_768
 
 _NARROW = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _SIGN = np.uint16(0x8000)
+
+PLACES = torch.int32
+"""The dtype of buffers whose rows have a single 1: its place, or -1 for a row of zeros."""
 
 _SHORT = 10_000
 """Shorter vectors NumPy's BLAS multiplies in the calling thread."""
@@ -74,10 +77,10 @@ class Buffer:
     """One array's worth of page-aligned memory.
 
     Attributes:
-        dtype: torch's, of the numbers: float32, bfloat16 or float16.
+        dtype: torch's, of the numbers: float32, bfloat16, float16, or `PLACES`.
         encoding: How they are stored (`dualform.store.encoding`).
-        stored: [rows, width] as they are stored, contiguous. Not to be used after the buffer is
-            gone.
+        stored: [rows, width], of places [rows, 1], as they are stored, contiguous. Not to be used
+            after the buffer is gone.
         memory: The same bytes, padded with zeros to whole pages.
         xxh3: Digest of the array, once `seal` took it.
     """
@@ -96,16 +99,25 @@ class Buffer:
         self._pool._give_back(self._block)
 
     @property
+    def width(self) -> int:
+        """Numbers of a row."""
+        return self._block.shape[1]
+
+    @property
     def encoding(self) -> str:
         """Name of the encoding of its numbers."""
         return encoding_of(self.dtype)
 
     @property
     def array(self) -> np.ndarray:
-        """float32 [rows, width]: the memory itself, or a copy where numbers have 16 bits."""
+        """float32 [rows, width]: the memory itself, or a copy where it has other numbers."""
+        return self.wide(slice(None))
+
+    def wide(self, rows: slice) -> np.ndarray:
+        """The same of some rows."""
         if self.dtype is torch.float32:
-            return self.stored
-        return encoding(self.encoding).widen(self.stored)
+            return self.stored[rows]
+        return encoding(self.encoding).widen(self.stored[rows], self.width)
 
     def copy(self, source: torch.Tensor) -> None:
         """Take over [..., width] from any device and dtype, rounded to the buffer's."""
@@ -113,13 +125,17 @@ class Buffer:
         if host is not None:
             self._bits()[...] = host
         else:
-            self._tensor(source).copy_(_dense(source))
+            self._tensor(source.shape).copy_(_dense(source))
 
-    def copy_negated(self, source: torch.Tensor) -> None:
-        """The same with the sign changed."""
+    def copy_negated(self, source: torch.Tensor, columns: slice | None = None) -> None:
+        """The same with the sign changed; of some columns, the others being zero then."""
+        if columns is not None:
+            whole = self._tensor(torch.Size(self.stored.shape))
+            whole.zero_()[:, columns].copy_(_dense(source).reshape(len(whole), -1)).neg_()
+            return
         host = self._host(source)
         if host is None:
-            self._tensor(source).copy_(_dense(source)).neg_()
+            self._tensor(source.shape).copy_(_dense(source)).neg_()
         elif self.dtype is torch.float32:
             np.negative(host, self.stored)
         else:
@@ -147,6 +163,8 @@ class Buffer:
 
     def any_nonzero(self) -> np.ndarray:
         """bool [rows]: whether a row has a number that is not zero, of either sign."""
+        if self.dtype is PLACES:
+            return np.asarray(self.stored[:, 0] >= 0)
         if self.dtype is torch.float32:
             return np.asarray(self.stored.any(1))
         return np.asarray((self._bits() & ~_SIGN).any(1))
@@ -164,23 +182,49 @@ class Buffer:
         np.frombuffer(self.memory, np.uint8)[kept.nbytes : end] = 0
         self.memory = self.memory[:end]
 
+    def dots(self, *products: tuple[np.ndarray, slice, np.ndarray]) -> None:
+        """Products of each row with vectors, as `row_dots`.
+
+        Args:
+            products: A vector, float32 [width]; which columns take part; what to fill, [rows].
+        """
+        if self.dtype is PLACES:
+            places = self.stored[:, 0]
+            for vector, columns, out in products:
+                inside = np.zeros(len(vector) + 1, np.float32)  # the last is that of place -1
+                inside[:-1][columns] = vector[columns]
+                out[...] = inside[places]
+            return
+        array = self.array
+        for vector, columns, out in products:
+            row_dots(array[:, columns], vector[columns], out)
+
+    def square(self) -> float:
+        """The sum of all squares, float64."""
+        if self.dtype is PLACES:
+            return float(np.count_nonzero(self.stored >= 0))
+        array = self.array
+        return float(np.einsum("ij,ij", array, array, dtype=np.float64))
+
     def seal(self) -> None:
         """Take the digest: the array no longer changes."""
         self.xxh3 = digest(self.stored)
 
     def _bits(self) -> np.ndarray:
         """The numbers as NumPy copies them: 16-bit ones as integers."""
-        return self.stored if self.dtype is torch.float32 else self.stored.view(np.uint16)
+        return self.stored.view(np.uint16) if self.dtype in _NARROW else self.stored
 
-    def _tensor(self, like: torch.Tensor) -> torch.Tensor:
-        """The numbers as torch sees them, in the shape of a source."""
-        if self.dtype is torch.float32:
-            return torch.from_numpy(self.stored).view(like.shape)
-        return torch.from_numpy(self._bits().view(np.int16)).view(self.dtype).view(like.shape)
+    def _tensor(self, shape: torch.Size) -> torch.Tensor:
+        """The numbers as torch sees them, in a source's shape."""
+        if self.dtype not in _NARROW:
+            return torch.from_numpy(self.stored).view(shape)
+        return torch.from_numpy(self._bits().view(np.int16)).view(self.dtype).view(shape)
 
     def _host(self, source: torch.Tensor) -> np.ndarray | None:
         """The source's `_bits` as a small host array, if it is one of the buffer's dtype."""
         if self.stored.nbytes >= _PARALLEL_BYTES or source.dtype is not self.dtype:
+            return None
+        if self.dtype is PLACES:
             return None
         if self.dtype is torch.float32:
             host = host_array(source)
@@ -196,7 +240,7 @@ class Buffer:
 
 def encoding_of(dtype: torch.dtype) -> str:
     """Name of the encoding that keeps a dtype as it is: float32 for all that have more bits."""
-    return _NARROW.get(dtype, FLOAT32.name)
+    return ONE_HOT.name if dtype is PLACES else _NARROW.get(dtype, FLOAT32.name)
 
 
 def kept_as(dtype: torch.dtype) -> torch.dtype:
@@ -288,8 +332,8 @@ class _Block:
 
     def __init__(self, arena: _Arena, shape: _Shape) -> None:
         rows, width, dtype = self.shape = shape
-        numbers = encoding(encoding_of(dtype)).stored
-        nbytes = numbers.itemsize * rows * width
+        kind = encoding(encoding_of(dtype))
+        nbytes, stored = rows * kind.row_bytes(width), kind.numbers(width)
         # Anonymous memory starts as zeros, and nothing ever writes the padding.
         self.memory = arena.take(-(-nbytes // _PAGE) * _PAGE)
-        self.stored = np.frombuffer(self.memory, numbers, rows * width).reshape(rows, width)
+        self.stored = np.frombuffer(self.memory, kind.stored, rows * stored).reshape(rows, stored)

@@ -9,61 +9,29 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.autograd import Variable
 
-from dualform.layers import ProductKind
-from dualform.record.annotations import Annotations, Column
-from dualform.record.buffers import Buffer, Pool, kept_as
+from dualform.layers import ProductKind, ShapeError
+from dualform.layers.base import Use
+from dualform.record.annotations import Annotations
+from dualform.record.buffers import PLACES, Buffer, Pool, kept_as
 from dualform.record.compiled import outside_graphs
 from dualform.record.errors import CaptureError
+from dualform.record.passes import USE, LookedUp, Pass, Watched, watched_modules
 from dualform.record.place import LayerPlace
+from dualform.record.selection import Tied
 from dualform.record.watch import GradientWatch
 from dualform.store.recording_format import LayerSpec
 
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
-
-
-class Pass:
-    """One forward pass of one layer, with its value once a backward brought it.
-
-    Attributes:
-        number: Order of the forward calls.
-        annotation: What was annotated when it ran.
-        leading: Shape of the keys without their last axis.
-        rows: How many rows.
-        key: [rows, d_in], as the product had them; None once the step has taken it.
-        value: [rows, d_out], raw (-dL/dy), likewise; None until it is committed.
-    """
-
-    __slots__ = ("__weakref__", "annotation", "key", "leading", "number", "rows", "value")
-
-    def __init__(
-        self,
-        number: int,
-        annotation: Mapping[str, Column],
-        leading: tuple[int, ...],
-        key: Buffer,
-    ) -> None:
-        self.number = number
-        self.annotation = annotation
-        self.leading = leading
-        self.rows = len(key.stored)
-        self.key: Buffer | None = key
-        self.value: Buffer | None = None
-
-    @property
-    def keys(self) -> np.ndarray:
-        """float32 [rows, d_in], while the step has not taken them."""
-        assert self.key is not None
-        return self.key.array
 
 
 _Value = tuple[Pass, Buffer]
@@ -120,6 +88,7 @@ class LayerCapture:
         spec: LayerSpec,
         kind: ProductKind,
         module: nn.Module,
+        tied: Sequence[Tied],
         place: LayerPlace,
         tape: Tape,
         watch: GradientWatch,
@@ -134,14 +103,14 @@ class LayerCapture:
         self._held = held
         self._passes: dict[int, Pass] = {}
         self.ever = False
-        self._kind = kind
         self._tape = tape
+        self._watched = watched_modules(spec.name, kind, module, tied)
         self._watch = watch
         # Backwards of several threads may run through one graph: none may find the gradient zeroed,
         # and drop what another commits meanwhile.
         self._lock = threading.Lock()
         self._frozen = False  # in the forward or the backward of the value copied last
-        self._handle: Any = None
+        self._handles: list[Any] = []
         self._on_weight: Any = None
         self._on_bias: Any = None
         self.begin_step()
@@ -153,15 +122,18 @@ class LayerCapture:
 
     def attach(self) -> None:
         """Hook the module; the weight follows as soon as it requires gradients."""
-        hook = _ForwardHook(self)
-        self._handle = self.module.register_forward_hook(hook, with_kwargs=True)
+        for watched in self._watched:
+            hook = _ForwardHook(self, watched)
+            module = watched.kind.host or watched.module
+            self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
 
     def detach(self) -> None:
         """Remove every hook, and let go of all rows."""
-        for handle in (self._handle, self._on_weight, self._on_bias):
+        for handle in (*self._handles, self._on_weight, self._on_bias):
             if handle is not None:
                 handle.remove()
-        self._handle = self._on_weight = self._on_bias = None
+        self._handles.clear()
+        self._on_weight = self._on_bias = None
         self._passes.clear()
 
     def follow(self) -> str | None:
@@ -210,50 +182,68 @@ class LayerCapture:
         self._passes.clear()
         self.alone = False
 
-    def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
-        """The forward hook: copy the key and hook the node that multiplies by the weight."""
+    def forward(
+        self, watched: Watched, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
+    ) -> None:
+        """The forward hook: copy the keys and hook the nodes that multiply by the weight."""
+        output = watched.kind.tensor(output)
         if not (torch.is_grad_enabled() and output.requires_grad):
             return
         held = self.place.parameters()[0]
         if held is not self.weight:
             self._meet(held)
-        weight, bias = self.weight, self.bias
+        weight = self.weight
+        if watched is not self._watched[0] and watched.held is not weight:
+            return  # it is tied no more
         trained = weight.requires_grad
         if not trained and not self._trains_bias():
             return
-        given = self._kind.keys(self.module, args, kwargs)
-        if given is None:
-            raise CaptureError(
-                f"layer {self.spec.name!r} ({type(self.module).__name__}) was called without a "
-                "tensor as its first argument or by name, so its key is unknown; leave it out "
-                "with Recorder(..., layers=[...])"
+        try:
+            uses = watched.kind.uses(
+                watched.module, args, kwargs, output, weight, None if trained else self.bias
             )
-        rows = given.numel() // self.spec.d_in
-        if rows == 0 or not self.place.fits(weight):
+        except ShapeError as wrong:
+            raise CaptureError(
+                f"layer {watched.name!r} ({type(watched.module).__name__}): {wrong}, so its key is "
+                "unknown; leave it out with Recorder(..., layers=[...])"
+            ) from None
+        if not self.place.fits(weight):
             return
-        if trained:
-            node = self._kind.node(output, weight)
-        else:
-            assert bias is not None
-            node = self._kind.bias_node(output, bias)
-        if node is None and not self._is_compiled(output, held is not weight, trained):
-            return
-        self._attach_to(trained)
+        for use in uses:
+            if use.keys.numel() and (
+                use.node is not None or self._is_compiled(output, held is not weight, trained)
+            ):
+                self._await(watched, use, output, trained)
+
+    def _await(self, watched: Watched, use: Use, output: torch.Tensor, trained: bool) -> None:
+        """Copy a use's keys, and wait for its gradient."""
+        tape, weight = self._tape, self.weight
         if output.dtype is not weight.dtype:
             self.autocast = True
-        tape = self._tape
-        key = tape.pool.take(rows, self.spec.d_in, _key_dtype(given, output, node))
-        key.copy(given)
-        leading = tuple(given.shape)[:-1]
-        item = Pass(next(tape.numbers), tape.annotations.current, leading, key)
-        if node is None:
+        self._attach_to(trained)
+        annotations = tape.annotations
+        said = watched.use if watched.use and annotations.leaves(USE) else None
+        leading = tuple(use.keys.shape)[:-1]
+        width, dtype = self.spec.d_in, _key_dtype(use.keys, output, use.node)
+        if watched.kind.one_hot:
+            width, dtype = watched.kind.shape(watched.module)[0], PLACES
+        key = tape.pool.take(math.prod(leading), width, dtype)
+        key.copy(use.keys)
+        made = LookedUp if watched.flipped else Pass
+        item = made(next(tape.numbers), annotations.current, leading, key, said)
+
+        # Not the use itself: its node would hold a hook that holds the node, and so the graph.
+        values, units = use.values, use.units
+
+        def backward(gradient: torch.Tensor | None) -> None:
+            self._backward(item, values, units, weight, gradient, trained)
+
+        if use.node is None:
             # The product lies inside a compiled graph that ends at the layer's output. Should
             # something change the output in place, the check of the gradient will tell.
-            output.register_hook(lambda gradient: self._backward(item, weight, gradient, trained))
+            output.register_hook(backward)
         else:
-            node.register_prehook(
-                lambda gradients: self._backward(item, weight, gradients[0], trained)
-            )
+            use.node.register_prehook(lambda gradients: backward(gradients[0]))
 
     def _is_compiled(self, output: Any, elsewhere: bool, trained: bool) -> bool:
         """Of an output without a node of the weight's: whether a compiled graph hides it. Where
@@ -279,11 +269,19 @@ class LayerCapture:
         )
 
     def _backward(
-        self, item: Pass, weight: torch.Tensor, gradient: torch.Tensor | None, trained: bool
+        self,
+        item: Pass,
+        values: Callable[[torch.Tensor], torch.Tensor],
+        units: slice | None,
+        weight: torch.Tensor,
+        gradient: torch.Tensor | None,
+        trained: bool,
     ) -> None:
         """The node's pre-hook: copy the value, to be committed if the weight accumulates.
 
         Args:
+            item: The pass.
+            values, units: Of its use.
             weight: The layer's in the forward; it may have been replaced since.
             trained: The weight was not frozen in the forward; it may be now.
         """
@@ -294,15 +292,17 @@ class LayerCapture:
             return
         if torch.is_grad_enabled():
             self.double_backward = True
-        if item.key is None:
+        if item.gone:
             self.late = True
             return
         if frozen:
             self._attach_to(False)  # it may have been frozen since the forward
         with self._lock:
             self._look_at_gradient(frozen)
-        value = self._tape.pool.take(item.rows, self.spec.d_out, kept_as(gradient.dtype))
-        value.copy_negated(self._kind.values(self.module, gradient))
+        flipped = isinstance(item, LookedUp)
+        width = self.spec.d_in if flipped else self.spec.d_out
+        value = self._tape.pool.take(item.rows, width, kept_as(gradient.dtype))
+        value.copy_negated(values(gradient), units)
         self._tape.defer(self, (item, value))
 
     def _look_at_gradient(self, frozen: bool) -> None:
@@ -324,7 +324,7 @@ class LayerCapture:
         with self._lock:
             for item, value in self._tape.accumulated(self):
                 self.alone = self.alone or alone
-                item.value = value if item.value is None else item.value.add(value)
+                item.bring(value)
                 self._passes[item.number] = item
                 self.ever = True
 
@@ -363,8 +363,9 @@ class _ForwardHook:
     A compiled model runs it as it is, between two graphs.
     """
 
-    def __init__(self, layer: LayerCapture) -> None:
+    def __init__(self, layer: LayerCapture, watched: Watched) -> None:
         self._layer = weakref.ref(layer)
+        self._watched = watched
         self._apart = outside_graphs(self._forward)
 
     def __call__(
@@ -378,7 +379,7 @@ class _ForwardHook:
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         layer = self._layer()
         if layer is not None:
-            layer.forward(args, kwargs, output)
+            layer.forward(self._watched, args, kwargs, output)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, str]]:
         return getattr, (contextlib.nullcontext(), "__exit__")

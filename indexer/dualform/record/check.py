@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from dualform.record.buffers import dot, gram, host_array, row_dots
-from dualform.record.capture import Pass
+from dualform.record.passes import Pass
 from dualform.record.watch import GradientWatch
 
 SCREEN = 5e-6
@@ -35,6 +35,7 @@ PARTS = 16
 
 _LARGE = 65_536
 _CHUNK = 4096
+_CHUNK_NUMBERS = 16 << 20
 _FEW = 16
 """Probes of fewer rows may all be small by chance: they do not estimate a norm."""
 
@@ -90,16 +91,14 @@ class Sides:
         for item in passes:
             assert item.key is not None
             assert item.value is not None
-            key, value = item.key.array, item.value.array
-            sums = np.empty((4, len(value)))
-            row_dots(key, v, sums[0])
-            row_dots(value, u, sums[1])
-            row_dots(value[:, part], u[part], sums[2])
+            key, value = item.key, item.value
+            sums = np.empty((4, item.rows))
+            key.dots((v, slice(None), sums[0]))
+            value.dots((u, slice(None), sums[1]), (u, part, sums[2]))
             sums[3] = 1.0
             (xx, xe, xp, _), (_, ee, _, e), (_, _, pp, _), (_, _, _, ones) = gram(sums)
-            if len(value) < _FEW:
-                xx = max(xx, _square(key))
-                ee = max(ee, _square(value))
+            if item.rows < _FEW:
+                xx, ee = max(xx, key.square()), max(ee, value.square())
             self.weight -= xe
             self.of_part -= xp
             self.bias -= e
@@ -282,10 +281,15 @@ def _chunks(passes: Sequence[Pass]) -> Iterator[tuple[torch.Tensor, torch.Tensor
     for item in passes:
         assert item.key is not None
         assert item.value is not None
-        key, value = torch.from_numpy(item.key.array), torch.from_numpy(item.value.array)
-        for start in range(0, item.rows, _CHUNK):
-            end = start + _CHUNK
-            yield key[start:end].double(), value[start:end].double()
+        width = item.key.width + item.value.width
+        chunk = max(1, min(_CHUNK, _CHUNK_NUMBERS // width))
+        for start in range(0, item.rows, chunk):
+            rows = slice(start, start + chunk)
+            yield _double(item.key.wide(rows)), _double(item.value.wide(rows))
+
+
+def _double(rows: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(rows).double()
 
 
 def _relative(grad: torch.Tensor, rows: torch.Tensor, norms: float) -> float:

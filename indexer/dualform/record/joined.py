@@ -19,10 +19,11 @@ import numpy as np
 import torch
 
 from dualform.layers import JoinedKind
-from dualform.record.capture import Pass, Tape
+from dualform.record.capture import Tape
 from dualform.record.elements import SampledElements
 from dualform.record.errors import CaptureError
 from dualform.record.optimizer import OptimizerView
+from dualform.record.passes import Pass
 from dualform.record.recorded import ParameterState, RecordedLayer
 from dualform.record.selection import SelectedLayer
 from dualform.store.ledger import InexactMark, LedgerRow
@@ -135,7 +136,7 @@ class JoinedLayer:
     def advance(self) -> None:
         """The step has run."""
         for item in self.kept:
-            item.key = item.value = None
+            item.release()
         self.kept = []
         for part in self._parts:
             part.advance()

@@ -10,11 +10,12 @@ import torch
 
 from dualform.layers import ProductKind
 from dualform.record.buffers import kept_as
-from dualform.record.capture import LayerCapture, Pass, Tape
+from dualform.record.capture import LayerCapture, Tape
 from dualform.record.check import GradientCheck, Sides, Verdict
 from dualform.record.elements import ElementProbe, SampledElements
 from dualform.record.errors import CaptureError
 from dualform.record.optimizer import OptimizerView
+from dualform.record.passes import Pass
 from dualform.record.place import LayerPlace
 from dualform.record.selection import SelectedLayer
 from dualform.record.watch import GradientWatch
@@ -70,6 +71,7 @@ class RecordedLayer:
             spec,
             kind,
             selected.module,
+            selected.tied,
             LayerPlace(selected.root, spec, kind, selected.module),
             tape,
             self._watch,
@@ -212,7 +214,7 @@ class RecordedLayer:
     def advance(self) -> None:
         """The step has run: follow it, and let go of its rows."""
         for item in self.kept:
-            item.key = item.value = None
+            item.release()
         self.capture.begin_step()
         self.kept = []
         if not self._follow_weights:

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dualform.record.annotations import ROWS, Column
-from dualform.record.capture import Pass
 from dualform.record.errors import OptionError
 from dualform.record.fitting import Shape, spread
+from dualform.record.passes import Pass
 from dualform.store.sampling import DroppedRows, Sampling
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -12,9 +13,19 @@ from torch.nn.utils import parametrize
 
 from dualform.layers import LayerKind, ProductKind, layers_of, why_not
 from dualform.layers.base import part_name
+from dualform.layers.embedding import Embedding
+from dualform.layers.linear import Linear
 from dualform.record.coverage import Coverage, cover
 from dualform.record.errors import LayerSelectionError
 from dualform.store.recording_format import LayerSpec
+
+
+class Tied(NamedTuple):
+    """Another module with a layer's weight, whose rows are the layer's too."""
+
+    name: str
+    kind: ProductKind
+    module: nn.Module
 
 
 @dataclass(frozen=True)
@@ -24,6 +35,7 @@ class SelectedLayer:
     Attributes:
         root: The model in which the spec's name leads to the module.
         parts: Of a joined kind: its products, each a layer of its own kind.
+        tied: The other modules that use its weight.
     """
 
     spec: LayerSpec
@@ -31,6 +43,12 @@ class SelectedLayer:
     module: nn.Module
     root: nn.Module
     parts: tuple[SelectedLayer, ...] = ()
+    tied: tuple[Tied, ...] = ()
+
+    def modules(self) -> list[nn.Module]:
+        """Those whose weights it records."""
+        parts = [part.module for part in self.parts] or [self.module]
+        return parts + [tied.module for tied in self.tied]
 
 
 @dataclass(frozen=True)
@@ -58,23 +76,37 @@ def select_layers(
     model = getattr(model, "_orig_mod", model)  # compiled: the layers keep the names they had
     modules = dict(model.named_modules())
     kinds, owners = layers_of(model), _owners(model)
+    ties = _ties(modules, kinds, owners)
+    stands_for = {item.name: name for name, tied in ties.items() for item in tied}
+    alone = _alone(owners, {*ties, *stands_for})
     refusals = {
-        name: _refusal(name, kind, modules[name], owners, held) for name, kind in kinds.items()
+        name: _refusal(name, kind, modules[name], alone, held) for name, kind in kinds.items()
     }
     unsupported = {name: why for name, m in modules.items() if (why := why_not(m))}
     if patterns is None:
-        chosen = [name for name, refusal in refusals.items() if refusal is None]
-        if not chosen:
-            raise LayerSelectionError(
-                _nothing("No layer can be recorded", modules, {**refusals, **unsupported})
-            )
+        matched = _all(modules, refusals, unsupported)
     else:
-        chosen = _match(patterns, modules, refusals, unsupported)
-
-    layers = [_selected(name, kinds[name], modules[name], model) for name in chosen]
-    parts = [part.module for layer in layers for part in layer.parts or (layer,)]
+        matched = _match(patterns, modules, refusals, unsupported)
+    wanted = {stands_for.get(name, name) for name in matched}
+    layers = [
+        _selected(name, kinds[name], modules[name], model, ties.get(name, ()))
+        for name in kinds  # in the model's order
+        if name in wanted
+    ]
     reasons = {name: why for name, why in {**refusals, **unsupported}.items() if why is not None}
-    return Selection(layers, cover(model, parts, reasons, patterns is not None, len(layers)))
+    recorded = [module for layer in layers for module in layer.modules()]
+    return Selection(layers, cover(model, recorded, reasons, patterns is not None, len(layers)))
+
+
+def _all(
+    modules: dict[str, nn.Module], refusals: dict[str, str | None], unsupported: dict[str, str]
+) -> list[str]:
+    found = [name for name, refusal in refusals.items() if refusal is None]
+    if not found:
+        raise LayerSelectionError(
+            _nothing("No layer can be recorded", modules, {**refusals, **unsupported})
+        )
+    return found
 
 
 def _match(
@@ -123,10 +155,11 @@ def _refusal(
     name: str,
     kind: LayerKind,
     module: nn.Module,
-    owners: dict[int, list[str]],
+    owners: Mapping[int, Sequence[tuple[str, str]]],
     held: Callable[[torch.Tensor], bool],
 ) -> str | None:
-    """Why a layer is not recorded by default; None if it is."""
+    """Why a layer is not recorded by default; None if it is, be it with one that it is tied to,
+    whose weight is then not among those with owners."""
     for part, (part_kind, submodule) in _parts(kind, module).items():
         if part_kind is None:
             return f"its part {part} is a {type(submodule).__name__}, of no kind that is recorded"
@@ -147,11 +180,13 @@ def _refusal(
         return f"its weight is {str(weight.dtype).removeprefix('torch.')}: only real ones can be"
     if not held(weight):
         return "its weight is not among the optimizer's parameters; give it to the optimizer"
-    others = [owner for owner in owners[id(weight)] if owner != f"{name}.weight".lstrip(".")]
+    others = [part_name(*user) for user in owners.get(id(weight), ()) if user[0] != name]
     if others:
         return (
-            f"tied: its weight is also {', '.join(others[:3])}; name it in layers=[...] to record "
-            "it all the same"
+            f"tied: its weight is also {', '.join(others[:3])}; rows of both add up only where all "
+            "are nn.Linear without a bias or nn.Embedding: leave out the bias, untie them, in "
+            "transformers by tie_word_embeddings=False, or name it in layers=[...] to record its "
+            "rows alone"
         )
     return kind.refusal(module)
 
@@ -162,14 +197,44 @@ def _parts(kind: LayerKind, module: nn.Module) -> dict[str, tuple[LayerKind | No
     return {name: (LayerKind.of(part), part) for name, part in parts.items()}
 
 
-def _owners(model: nn.Module) -> dict[int, list[str]]:
-    owners: dict[int, list[str]] = {}
+def _owners(model: nn.Module) -> dict[int, list[tuple[str, str]]]:
+    """Of every parameter the modules that hold it, and what they call it."""
+    owners: dict[int, list[tuple[str, str]]] = {}
     for name, module in model.named_modules():
         for attribute, parameter in module.named_parameters(recurse=False):
-            owners.setdefault(id(parameter), []).append(
-                f"{name}.{attribute}" if name else attribute
-            )
+            owners.setdefault(id(parameter), []).append((name, attribute))
     return owners
+
+
+def _alone(
+    owners: Mapping[int, Sequence[tuple[str, str]]], tied: Container[str]
+) -> dict[int, Sequence[tuple[str, str]]]:
+    """The parameters that no recorded tie is of, and who holds them."""
+    return {id: users for id, users in owners.items() if users[0][0] not in tied}
+
+
+def _ties(
+    modules: Mapping[str, nn.Module],
+    kinds: Mapping[str, LayerKind],
+    owners: Mapping[int, Sequence[tuple[str, str]]],
+) -> dict[str, tuple[Tied, ...]]:
+    """The layers whose weight others use too, such that rows of all add up: linear layers without a
+    bias and embeddings. The first linear layer stands for all, or the first embedding."""
+    found: dict[str, tuple[Tied, ...]] = {}
+    for holders in owners.values():
+        if len(holders) < 2:
+            continue
+        plain = [
+            Tied(name, kind, modules[name])
+            for name, _ in holders
+            if isinstance(kind := kinds.get(name), (Linear, Embedding))
+            and kind.bias(modules[name]) is None
+        ]
+        if len(plain) < len(holders):
+            continue
+        first = next((user for user in plain if not user.kind.one_hot), plain[0])
+        found[first.name] = tuple(user for user in plain if user is not first)
+    return found
 
 
 def _nothing(problem: str, modules: dict[str, nn.Module], refusals: dict[str, str | None]) -> str:
@@ -182,7 +247,9 @@ def _nothing(problem: str, modules: dict[str, nn.Module], refusals: dict[str, st
     return " ".join(lines)
 
 
-def _selected(name: str, kind: LayerKind, module: nn.Module, root: nn.Module) -> SelectedLayer:
+def _selected(
+    name: str, kind: LayerKind, module: nn.Module, root: nn.Module, tied: Sequence[Tied] = ()
+) -> SelectedLayer:
     d_in, d_out = kind.shape(module)
     parts = tuple(
         _selected(part_name(name, part), part_kind, submodule, root)
@@ -194,8 +261,8 @@ def _selected(name: str, kind: LayerKind, module: nn.Module, root: nn.Module) ->
         kind=kind.kind,
         d_in=d_in,
         d_out=d_out,
-        weight=part_name(name, "weight"),
-        bias=None if kind.bias(module) is None else part_name(name, "bias"),
+        weight=part_name(name, kind.weight_name),
+        bias=None if kind.bias(module) is None else part_name(name, kind.bias_name),
         dtype=str(kind.matrix(module).dtype).removeprefix("torch."),
     )
-    return SelectedLayer(spec, kind, module, root, parts)
+    return SelectedLayer(spec, kind, module, root, parts, tuple(tied))

@@ -355,9 +355,10 @@ class Recording:
         view, kind = _bytes(out), encoding(span.encoding)
         d, rest = divmod(len(view), max(1, FLOAT32.row_bytes(record.rows)))
         if rest or kind.row_bytes(d) * record.rows != span.nbytes:
+            numbers = span.nbytes // kind.stored.itemsize
             raise ValueError(
-                f"the record has {record.rows:,} rows in {span.nbytes:,} bytes of "
-                f"{span.encoding}, `out` has {len(view):,} bytes"
+                f"the record has {record.rows:,} rows of {span.encoding} in {numbers:,} numbers, "
+                f"{FLOAT32.row_bytes(numbers):,} bytes as float32; `out` has {len(view):,} bytes"
             )
         if span.encoding == FLOAT32.name:
             self._read(record.segment, span, view)

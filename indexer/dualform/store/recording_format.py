@@ -61,7 +61,8 @@ class LayerSpec:
 
     Attributes:
         name: As in `model.named_modules()`.
-        kind: "linear", "transposed_linear", "convolution" or "lstm".
+        kind: "linear", "transposed_linear", "convolution", "embedding", "attention_in",
+            "attention_out" or "lstm".
         d_in: Length of a key.
         d_out: Length of a value.
         weight: Name of the weight as in `model.named_parameters()`.

@@ -38,7 +38,8 @@ def capture_queries(
         model: Any module; of a compiled one the original runs.
         *inputs: What its forward takes, on the model's device.
         layers: Names or glob patterns as in `model.named_modules()`; None takes every layer that
-            can be recorded and runs; an LSTM's keys are [h; x].
+            can be recorded and runs, without embeddings, whose queries are as long as their tables;
+            an LSTM's keys are [h; x].
         kwargs: Keyword arguments of the forward.
 
     Returns:
@@ -69,9 +70,10 @@ def capture_queries(
     try:
         for name, kind in selected.items():
             layer = model.get_submodule(name)
-            hook = _recorder(name, kind, seen[name])
-            handles.append(layer.register_forward_hook(hook, with_kwargs=True))
-        with _undisturbed(model), torch.no_grad():
+            hook = _recorder(name, kind, layer, seen[name])
+            called = kind.host or layer
+            handles.append(called.register_forward_hook(hook, with_kwargs=True))
+        with _undisturbed(model), without_fast_paths(), torch.no_grad():
             model(*inputs, **dict(kwargs or {}))
     finally:
         for handle in handles:
@@ -124,7 +126,7 @@ def _selected(model: torch.nn.Module, layers: str | Sequence[str] | None) -> dic
 
     found = layers_of(model)
     if layers is None:
-        return found
+        return {name: kind for name, kind in found.items() if not kind.one_hot}
     patterns = patterns_of(layers)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in found):
@@ -140,10 +142,10 @@ def _selected(model: torch.nn.Module, layers: str | Sequence[str] | None) -> dic
     }
 
 
-def _recorder(name: str, kind: LayerKind, keys: list[torch.Tensor]) -> Any:
+def _recorder(name: str, kind: LayerKind, layer: torch.nn.Module, keys: list[torch.Tensor]) -> Any:
     import torch
 
-    def hook(layer: Any, args: Any, kwargs: Any, output: Any) -> None:
+    def hook(called: Any, args: Any, kwargs: Any, output: Any) -> None:
         key = kind.queries(layer, args, kwargs, output)
         if key.dtype == torch.float64:
             raise FailedPreconditionError(
@@ -156,6 +158,19 @@ def _recorder(name: str, kind: LayerKind, keys: list[torch.Tensor]) -> Any:
         keys.append(copy)
 
     return hook
+
+
+@contextmanager
+def without_fast_paths() -> Iterator[None]:
+    """Inside, torch's transformer layers run module by module, which hooks see."""
+    import torch
+
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 @contextmanager

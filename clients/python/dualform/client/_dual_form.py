@@ -12,6 +12,7 @@ import numpy as np
 
 from dualform.client._arrays import int64, patterns_of
 from dualform.client._calls import checked_call, outside_compiled_code
+from dualform.client._capture import without_fast_paths
 from dualform.client._info import IndexInfo, LayerInfo
 from dualform.client._sync import Client
 from dualform.client.errors import CallError, FailedPreconditionError, InvalidArgumentError
@@ -117,6 +118,12 @@ def dual_form(
         return count
 
     with ExitStack() as restore:
+        restore.enter_context(without_fast_paths())
+        taken = set(map(id, chosen.values()))
+        for kind in kinds.values():
+            if kind.host is not None and id(kind.host) not in taken:
+                taken.add(id(kind.host))
+                restore.enter_context(_replaced(kind.host, kind.host_forward()))
         for name, layer in chosen.items():
             # The hook also keeps fused fast paths, which bypass `forward`, from being taken.
             restore.callback(layer.register_forward_pre_hook(counter(name)).remove)
@@ -210,6 +217,8 @@ def _chosen(
     model: torch.nn.Module, info: IndexInfo, layers: str | Sequence[str] | None
 ) -> dict[str, LayerKind]:
     """The kinds of the layers to replace, once each is the index's in name, kind and shape."""
+    from dualform.layers import layers_of
+
     modules = dict(model.named_modules())
     if layers is None:
         names = [name for name in info.layers if name in modules]
@@ -226,7 +235,8 @@ def _chosen(
                 "layers=[] names none; None takes all that the model has", field="layers"
             )
         names = _matching(info, patterns)
-    return {name: _checked(modules.get(name), info.layers[name], model) for name in names}
+    kinds = layers_of(model)
+    return {name: _checked(modules.get(name), info.layers[name], kinds) for name in names}
 
 
 def _matching(info: IndexInfo, patterns: Sequence[str]) -> list[str]:
@@ -240,20 +250,19 @@ def _matching(info: IndexInfo, patterns: Sequence[str]) -> list[str]:
     return [name for name in info.layers if any(fnmatchcase(name, each) for each in patterns)]
 
 
-def _checked(module: torch.nn.Module | None, info: LayerInfo, model: torch.nn.Module) -> LayerKind:
-    from dualform.layers import LayerKind, layers_of
-
+def _checked(
+    module: torch.nn.Module | None, info: LayerInfo, kinds: Mapping[str, LayerKind]
+) -> LayerKind:
     if module is None:
         raise InvalidArgumentError(
-            f"the model has no layer {info.name!r}; its linear layers are: "
-            f"{_listed(layers_of(model))}",
+            f"the model has no layer {info.name!r}; its linear layers are: {_listed(kinds)}",
             field="layers",
         )
-    kind = LayerKind.of(module)
+    kind = kinds.get(info.name)
     if kind is None or kind.kind != info.kind:
         raise InvalidArgumentError(
             f"layer {info.name!r} is {info.kind} in the index and {type(module).__name__} in the "
-            f"model; its linear layers are: {_listed(layers_of(model))}",
+            f"model; its linear layers are: {_listed(kinds)}",
             field="layers",
         )
     of_model = (*kind.shape(module), kind.bias(module) is not None)

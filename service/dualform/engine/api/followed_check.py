@@ -93,7 +93,7 @@ class _Between:
     def __init__(self, index: HasStates, layer: Layer, initial: State, tolerance: float) -> None:
         manifest = layer.manifest
         self.names = [manifest.weight] + ([] if manifest.bias is None else [manifest.bias])
-        self.ratios: dict[str, list[float]] = {name: [] for name in self.names}
+        self.ratios: dict[str, list[np.ndarray]] = {name: [] for name in self.names}
         self.bad: BadInterval | None = None
         self._index, self._layer, self._tolerance = index, layer, tolerance
         self._begin(0, initial)
@@ -108,9 +108,10 @@ class _Between:
         """Hold the state after `end` steps against the rows, and go on from there."""
         self._run.advance(end)
         for name, ours in _weights(self._run, self.names).items():
-            if _is_noise(self.ratios[name]):
-                continue
-            theirs, earlier = (s[name].astype(np.float64) for s in (after, self._before))
+            noise = _are_noise(self.ratios[name])
+            sure = slice(None) if noise is None else ~noise
+            ours = ours[sure]
+            theirs, earlier = (s[name].astype(np.float64)[sure] for s in (after, self._before))
             error = float(np.linalg.norm(ours - theirs))
             way = float(np.linalg.norm(theirs - earlier))
             rounding = (end - self._start) * _FLOAT32_UNIT * float(np.linalg.norm(theirs))
@@ -125,17 +126,32 @@ class _Between:
 
 
 def _rebuilt(
-    name: str, ours: np.ndarray, initial: State, final: State, ratios: list[float]
+    name: str, ours: np.ndarray, initial: State, final: State, ratios: list[np.ndarray]
 ) -> Rebuilt:
     """What the rows made of a parameter, beside what training did."""
     theirs, first = (s[name].astype(np.float64) for s in (final, initial))
+    noise = _are_noise(ratios)
+    units = 0 if noise is None else int(np.count_nonzero(noise))
+    unexplained = 0.0
+    if noise is not None and units:
+        unexplained = _share(ours[noise] - theirs[noise], theirs - first)
+        if units < len(noise):  # the others are judged by themselves
+            ours, theirs, first = (array[~noise] for array in (ours, theirs, first))
     return Rebuilt(
         name,
         error=float(np.linalg.norm(ours - theirs)),
         moved=float(np.linalg.norm(theirs - first)),
         size=max(float(np.linalg.norm(theirs)), float(np.linalg.norm(first))),
-        noise=float(np.median(ratios)) if ratios else None,
+        units=len(theirs),
+        noise=units,
+        unexplained=unexplained,
     )
+
+
+def _share(part: np.ndarray, whole: np.ndarray) -> float:
+    """|part| / |whole|, 0 where both are."""
+    size = float(np.linalg.norm(part))
+    return size / max(float(np.linalg.norm(whole)), np.finfo(float).tiny) if size else 0.0
 
 
 def _run(index: HasStates, layer: Layer, state: State, start: int) -> LayerRun:
@@ -175,20 +191,24 @@ def _off(run: LayerRun, stored: State, names: list[str]) -> dict[str, bool]:
     return off
 
 
-def _noise(rows: StepRows) -> tuple[float, float]:
-    """|gradient| / sum of its terms' lengths, of the weight and of the bias."""
+def _noise(rows: StepRows) -> tuple[np.ndarray, np.ndarray]:
+    """Of each output unit, |gradient| / sum of its terms' lengths, of the weight and of the bias;
+    1 where there are no terms. float64 [d_out]."""
     keys = torch.linalg.vector_norm(rows.keys, dim=1).double()
-    values = torch.linalg.vector_norm(rows.values, dim=1).double()
-    # |E'X| is at least |E'X v| / |v|: the direction of all keys' sum shows a sum that is not zero.
-    total = rows.values.sum(0, dtype=torch.float64)
+    values = rows.values.double()
+    terms = values.abs()
+    # |e'X| is at least |e'X v| / |v|: the direction of all keys' sum shows a sum that is not zero.
     direction = rows.keys.sum(0, dtype=torch.float64)
-    length = float(torch.linalg.vector_norm(direction))
-    product = rows.values.double().T @ (rows.keys.double() @ direction)
-    terms, of_bias = float(keys @ values), float(values.sum())
-    weight = float(torch.linalg.vector_norm(product)) / length / terms if length and terms else 1.0
-    bias = float(torch.linalg.vector_norm(total)) / of_bias if of_bias else 1.0
-    return weight, bias
+    length = torch.linalg.vector_norm(direction)
+    product = values.T @ (rows.keys.double() @ direction) / length
+    return _ratio(product, terms.T @ keys), _ratio(values.sum(0), terms.sum(0))
 
 
-def _is_noise(ratios: list[float]) -> bool:
-    return bool(ratios) and float(np.median(ratios)) <= NOISE
+def _ratio(sums: torch.Tensor, terms: torch.Tensor) -> np.ndarray:
+    ratio = torch.where((terms > 0) & sums.isfinite(), sums.abs() / terms, 1.0)
+    return np.asarray(ratio.numpy())
+
+
+def _are_noise(ratios: list[np.ndarray]) -> np.ndarray | None:
+    """Which units' gradients are noise: bool [d_out]; None where nothing is known."""
+    return np.median(ratios, axis=0) <= NOISE if ratios else None

@@ -36,7 +36,11 @@ class Rebuilt:
         moved: |trained - initial|.
         size: The larger of |trained| and |initial|.
         terms: Of what rows add with their coefficients, the sum of lengths; 0 where unknown.
-        noise: The median over steps of |gradient| / sum of its terms' lengths; None if unknown.
+        units: Output units that error, moved and size are of: those whose gradient is no noise,
+            unless all are.
+        noise: Output units whose gradient is noise: the median over steps of its length is at most
+            `NOISE` of its terms'.
+        unexplained: What these are off by, as a share of the parameter's whole way.
     """
 
     parameter: str
@@ -44,7 +48,9 @@ class Rebuilt:
     moved: float
     size: float
     terms: float = 0.0
-    noise: float | None = None
+    units: int = 0
+    noise: int = 0
+    unexplained: float = 0.0
 
     @property
     def relative(self) -> float:
@@ -81,16 +87,17 @@ def judge(
     faults, notes = [], []
     outputs_agree = output_error is None or output_error <= OUTPUT_TOLERANCE
     for parameter in rebuilt:
-        if parameter.relative <= TOLERANCE or marked:
+        if marked:
+            continue
+        if parameter.unexplained > TOLERANCE:
+            notes.append(
+                f"{parameter.parameter}: its gradient is rounding noise in {parameter.noise:,} "
+                f"output units, so {parameter.unexplained:.2g} of its way is explained by no row"
+            )
+        if parameter.relative <= TOLERANCE or 0 < parameter.noise == parameter.units:
             continue
         rounding = _FLOAT32_UNIT * (steps * parameter.size + _PRODUCTS * parameter.terms)
-        if parameter.noise is not None and parameter.noise <= NOISE:
-            notes.append(
-                f"{parameter.parameter}: its gradient is rounding noise "
-                f"({parameter.noise:.1g} of its terms), so {parameter.relative:.2g} of its way is "
-                "explained by no row"
-            )
-        elif parameter.error <= rounding and outputs_agree:
+        if parameter.error <= rounding and outputs_agree:
             notes.append(
                 f"{parameter.parameter}: it moved by no more than float32 rounding explains, so "
                 f"its way is rebuilt to {parameter.relative:.2g} only"

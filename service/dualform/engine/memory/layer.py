@@ -172,6 +172,13 @@ class Layer:
         return encoding(self.manifest.key_encoding).row_bytes(self.d_in)
 
     @property
+    def scanned_bytes(self) -> int:
+        """Bytes of a key that a scan multiplies: as stored, or of the numbers that a place is."""
+        kind = encoding(self.manifest.key_encoding)
+        whole = kind.numbers(self.d_in) == self.d_in
+        return (kind if whole else FLOAT32).row_bytes(self.d_in)
+
+    @property
     def value_bytes(self) -> int:
         """Bytes of a value in the index."""
         return encoding(self.manifest.value_encoding).row_bytes(self.d_out)
@@ -225,7 +232,6 @@ class Layer:
         for shard, first, last in zip(self.shards, bounds, bounds[1:], strict=False):
             if first < last:
                 inside = positions[first:last] - shard.start
-                shard.keys.rows()
                 shard.keys.expect(scattered=is_scattered(len(inside), shard.rows))
                 shard.keys.copy(inside, keys[first:last])
         return keys

@@ -139,11 +139,15 @@ class ShardFile:
         self._check_rows(rows)
 
     def expect(self, *, scattered: bool) -> None:
-        """Say how the rows are read next: a few of them, or from end to end.
+        """Map the rows, and say how they are read next: a few of them, or from end to end.
 
         Around each page that is missing the system reads 128 KiB, which helps a scan, and is fifty
         times too much for a row here and there.
+
+        Raises:
+            DamagedError: As `rows`.
         """
+        self.rows()
         memory = self._memory
         if memory is None or scattered == self._scattered or not hasattr(mmap, "MADV_RANDOM"):
             return
@@ -252,7 +256,6 @@ class Shard:
         value_file = self.values if values else None
         files = [file for file in (self.keys, value_file) if file is not None]
         for file in files:
-            file.rows()  # mapped, before it can be said how they are read
             file.expect(scattered=scattered)
         step = tile_rows(max(file.d for file in files), queries)
         finite = None if self.finite.all() else self.finite

@@ -123,14 +123,14 @@ def top_k_seconds(
         rows: How many rows take part.
         kept: Share of the rows that sketches are expected to leave.
     """
-    size, returned = rows * layer.key_bytes, queries * hits
-    cold = (1 - resident(layer)) * size * _DISK
+    size, returned = rows * layer.scanned_bytes, queries * hits
+    cold = (1 - resident(layer)) * rows * layer.key_bytes * _DISK
     blocks = -(-queries // PRUNED_QUERIES)
     seconds = {
         "scan": scan_seconds(size, queries) + cold + _CANDIDATE * returned,
         "flat": flat_seconds(size, queries) + cold + _FLAT_HIT * returned * len(layer.shards),
         "certified": rows * (_SKETCH[0] * blocks + _SKETCH[1] * queries)
-        + blocks * left_seconds(kept * rows, layer.key_bytes, queries // blocks)
+        + blocks * left_seconds(kept * rows, layer.scanned_bytes, queries // blocks)
         + min(1.0, kept * max(1.0, _PAGE / layer.key_bytes)) * cold
         + _CANDIDATE * returned,
     }
@@ -144,22 +144,22 @@ def key_sums_seconds(layer: Layer, queries: int, runs: int) -> float:
 
 def sums_seconds(layer: Layer, queries: int, rows: int) -> float:
     """For sums by a scan of so many rows."""
-    size = rows * layer.key_bytes
-    return _CALL + scan_seconds(size, queries) + (1 - resident(layer)) * size * _DISK
+    cold = (1 - resident(layer)) * rows * layer.key_bytes * _DISK
+    return _CALL + scan_seconds(rows * layer.scanned_bytes, queries) + cold
 
 
 def distinct_keys_seconds(layer: Layer, queries: int, rows: int, keys: int) -> float:
     """For sums over so many rows, which have so many distinct keys."""
-    key = layer.key_bytes
-    cold = (1 - resident(layer)) * keys * max(key, _PAGE) * _DISK
-    return _CALL + _COUNTED * rows + _SCATTERED * scan_seconds(keys * key, queries) + cold
+    cold = (1 - resident(layer)) * keys * max(layer.key_bytes, _PAGE) * _DISK
+    scan = scan_seconds(keys * layer.scanned_bytes, queries)
+    return _CALL + _COUNTED * rows + _SCATTERED * scan + cold
 
 
 def output_costs(layer: Layer, queries: int, rows: int, parts: int) -> dict[str, float]:
     """Estimated seconds for outputs: from the rebuilt weight, from so many stored parts, or by a
     scan of so many rows."""
-    size = rows * (layer.key_bytes + layer.value_bytes)
-    cold = (1 - resident(layer)) * size * _DISK
+    size = rows * (layer.scanned_bytes + layer.value_bytes)
+    cold = (1 - resident(layer)) * rows * (layer.key_bytes + layer.value_bytes) * _DISK
     return {
         "rebuilt": _CALL + _PRODUCT * 8 * layer.d_in * layer.d_out * queries,
         "parts": _CALL + _PRODUCT * 4 * layer.d_in * layer.d_out * queries * parts,
