@@ -281,7 +281,12 @@ class _Build:
                 self._add_up(name, writers[name], initial)
             number = self._space_of[name]
             layers[name] = writers[name].finish(
-                number, self._parts.spaces[number], self._marks(name), initial, final
+                number,
+                self._parts.spaces[number],
+                self._marks(name),
+                initial,
+                final,
+                source.dropped(name),
             )
         examples, payloads = write_payloads(source, self._directory) or (None, None)
         manifest = IndexManifest(
@@ -293,6 +298,7 @@ class _Build:
             payloads=payloads,
             layers={name: layers[name] for name in source.manifest.layers},
             spaces=tuple(RowSpace(space.rows, tuple(space.shards)) for space in self._spaces),
+            sampling=source.manifest.sampling,
         )
         manifest.save(self._directory)
         for path in (self._directory / "layers").iterdir():

@@ -292,6 +292,7 @@ class LayerWriter:
         inexact: Sequence[InexactMark],
         initial: Mapping[str, np.ndarray],
         final: Mapping[str, np.ndarray] | None,
+        dropped: Mapping[str, int],
     ) -> IndexLayer:
         """Write what belongs to no shard.
 
@@ -301,6 +302,7 @@ class LayerWriter:
             inexact: The layer's marks.
             initial: The recording's state before the first step.
             final: After the last; None where the recording was cut off.
+            dropped: How many rows were not recorded, by reason.
 
         Returns:
             What the manifest says of the layer.
@@ -328,6 +330,7 @@ class LayerWriter:
             key_encoding=self._source.encodings[0].name,
             value_encoding=self._source.encodings[1].name,
             parts=parts,
+            dropped=dropped,
         )
 
     def _write_row_sum(

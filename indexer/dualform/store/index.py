@@ -34,6 +34,7 @@ from dualform.store.index_parts import (
     layer_directory,
 )
 from dualform.store.ledger import Ledger, from_parquet
+from dualform.store.sampling import ALL_ROWS, Sampling
 
 __all__ = [
     "REBUILD",
@@ -74,6 +75,7 @@ class IndexManifest:
         examples: Where the payloads of example ids lie, or, of an older index, they themselves.
         payloads: Their bytes.
         layers: By name, as in `model.named_modules()`.
+        sampling: Which rows were recorded.
     """
 
     steps: int
@@ -84,11 +86,14 @@ class IndexManifest:
     payloads: FileEntry | None
     layers: Mapping[str, IndexLayer]
     spaces: tuple[RowSpace, ...]
+    sampling: Sampling = ALL_ROWS
 
     def save(self, directory: Path) -> None:
         """Write `manifest.json` atomically; this publishes what the directory holds."""
         data = asdict(self)
         data["layers"] = [asdict(layer) for layer in self.layers.values()]
+        if self.sampling.whole:
+            del data["sampling"]
         head = {"format": FORMAT, "version": self._version()}
         write_sealed(directory / MANIFEST, {**head, **data})
 
@@ -139,6 +144,7 @@ class IndexManifest:
             payloads=data.optional_entry("payloads"),
             layers=read_layers(data, spaces, steps),
             spaces=spaces,
+            sampling=Sampling.read(data),
         )
         for entry, name in (
             (manifest.ledger, LEDGER),

@@ -29,6 +29,7 @@ from dualform.store.index_parts import (
     sidecar_file,
 )
 from dualform.store.ledger import InexactMark
+from dualform.store.sampling import read_counts
 
 
 def read_spaces(data: Fields) -> tuple[RowSpace, ...]:
@@ -111,6 +112,7 @@ def _layer(data: Fields, spaces: Sequence[RowSpace], steps: int) -> IndexLayer:
         key_encoding=_encoding(data, "key_encoding").name,
         value_encoding=_encoding(data, "value_encoding").name,
         parts=data.objects("parts", _parts) if data.has("parts") else (),
+        dropped=read_counts(data),
     )
     if layer.weight == layer.bias:
         raise wrong(data.called("bias"), layer.bias, "another name than the weight's")

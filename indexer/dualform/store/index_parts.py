@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from urllib.parse import quote
 
 from dualform.store.encoding import FLOAT32
@@ -87,6 +88,8 @@ class IndexLayer:
         key_encoding: Name of the encoding of its keys (`dualform.store.encoding`).
         value_encoding: Likewise of its values.
         parts: Of the columns that the build was asked for; each column's add up to `rebuilt`.
+        dropped: How many rows training had that were not recorded, by reason
+            (`dualform.store.sampling.REASONS`).
     """
 
     name: str
@@ -108,6 +111,7 @@ class IndexLayer:
     key_encoding: str = FLOAT32.name
     value_encoding: str = FLOAT32.name
     parts: tuple[StoredParts, ...] = ()
+    dropped: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def encodings(self) -> tuple[str, str]:

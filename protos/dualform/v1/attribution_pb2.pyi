@@ -174,14 +174,16 @@ class Filter(_message.Message):
     def __init__(self, comparison: _Optional[_Union[Comparison, _Mapping]] = ..., all_of: _Optional[_Union[FilterList, _Mapping]] = ..., any_of: _Optional[_Union[FilterList, _Mapping]] = ..., negated: _Optional[_Union[Filter, _Mapping]] = ...) -> None: ...
 
 class Coverage(_message.Message):
-    __slots__ = ("rows", "total", "nonfinite")
+    __slots__ = ("rows", "total", "nonfinite", "dropped")
     ROWS_FIELD_NUMBER: _ClassVar[int]
     TOTAL_FIELD_NUMBER: _ClassVar[int]
     NONFINITE_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
     rows: int
     total: int
     nonfinite: int
-    def __init__(self, rows: _Optional[int] = ..., total: _Optional[int] = ..., nonfinite: _Optional[int] = ...) -> None: ...
+    dropped: int
+    def __init__(self, rows: _Optional[int] = ..., total: _Optional[int] = ..., nonfinite: _Optional[int] = ..., dropped: _Optional[int] = ...) -> None: ...
 
 class Limits(_message.Message):
     __slots__ = ("max_k", "max_queries", "max_message_bytes")
@@ -240,7 +242,14 @@ class InexactMark(_message.Message):
     def __init__(self, from_step: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class LayerInfo(_message.Message):
-    __slots__ = ("name", "kind", "d_in", "d_out", "bias", "rows", "row_space", "values", "columns", "inexact")
+    __slots__ = ("name", "kind", "d_in", "d_out", "bias", "rows", "row_space", "values", "columns", "inexact", "dropped")
+    class DroppedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     NAME_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     D_IN_FIELD_NUMBER: _ClassVar[int]
@@ -251,6 +260,7 @@ class LayerInfo(_message.Message):
     VALUES_FIELD_NUMBER: _ClassVar[int]
     COLUMNS_FIELD_NUMBER: _ClassVar[int]
     INEXACT_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
     name: str
     kind: str
     d_in: int
@@ -261,10 +271,23 @@ class LayerInfo(_message.Message):
     values: bool
     columns: _containers.RepeatedCompositeFieldContainer[ColumnInfo]
     inexact: _containers.RepeatedCompositeFieldContainer[InexactMark]
-    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., d_in: _Optional[int] = ..., d_out: _Optional[int] = ..., bias: bool = ..., rows: _Optional[int] = ..., row_space: _Optional[int] = ..., values: bool = ..., columns: _Optional[_Iterable[_Union[ColumnInfo, _Mapping]]] = ..., inexact: _Optional[_Iterable[_Union[InexactMark, _Mapping]]] = ...) -> None: ...
+    dropped: _containers.ScalarMap[str, int]
+    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., d_in: _Optional[int] = ..., d_out: _Optional[int] = ..., bias: bool = ..., rows: _Optional[int] = ..., row_space: _Optional[int] = ..., values: bool = ..., columns: _Optional[_Iterable[_Union[ColumnInfo, _Mapping]]] = ..., inexact: _Optional[_Iterable[_Union[InexactMark, _Mapping]]] = ..., dropped: _Optional[_Mapping[str, int]] = ...) -> None: ...
+
+class Sampling(_message.Message):
+    __slots__ = ("every", "sample", "seed", "zero_rows")
+    EVERY_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    ZERO_ROWS_FIELD_NUMBER: _ClassVar[int]
+    every: int
+    sample: float
+    seed: int
+    zero_rows: bool
+    def __init__(self, every: _Optional[int] = ..., sample: _Optional[float] = ..., seed: _Optional[int] = ..., zero_rows: bool = ...) -> None: ...
 
 class IndexInfo(_message.Message):
-    __slots__ = ("name", "health", "health_reason", "steps", "optimizer", "layers", "version")
+    __slots__ = ("name", "health", "health_reason", "steps", "optimizer", "layers", "version", "sampling")
     NAME_FIELD_NUMBER: _ClassVar[int]
     HEALTH_FIELD_NUMBER: _ClassVar[int]
     HEALTH_REASON_FIELD_NUMBER: _ClassVar[int]
@@ -272,6 +295,7 @@ class IndexInfo(_message.Message):
     OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
     name: str
     health: Health
     health_reason: str
@@ -279,7 +303,8 @@ class IndexInfo(_message.Message):
     optimizer: str
     layers: _containers.RepeatedCompositeFieldContainer[LayerInfo]
     version: str
-    def __init__(self, name: _Optional[str] = ..., health: _Optional[_Union[Health, str]] = ..., health_reason: _Optional[str] = ..., steps: _Optional[int] = ..., optimizer: _Optional[str] = ..., layers: _Optional[_Iterable[_Union[LayerInfo, _Mapping]]] = ..., version: _Optional[str] = ...) -> None: ...
+    sampling: Sampling
+    def __init__(self, name: _Optional[str] = ..., health: _Optional[_Union[Health, str]] = ..., health_reason: _Optional[str] = ..., steps: _Optional[int] = ..., optimizer: _Optional[str] = ..., layers: _Optional[_Iterable[_Union[LayerInfo, _Mapping]]] = ..., version: _Optional[str] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ...) -> None: ...
 
 class Plan(_message.Message):
     __slots__ = ("strategy", "reason", "costs")

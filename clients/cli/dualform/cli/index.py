@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -116,7 +117,8 @@ def _inspect(options: argparse.Namespace) -> int:
         info = client.index()
     if info.health != "serving":
         raise CommandError(f"{options.index}: {info.health_reason}")
-    published = IndexManifest.load(options.index).layers
+    manifest = IndexManifest.load(options.index)
+    published = manifest.layers
     distinct = {
         name: None if layer.equal_keys is None else layer.equal_keys.distinct
         for name, layer in published.items()
@@ -129,6 +131,7 @@ def _inspect(options: argparse.Namespace) -> int:
                 "steps": info.steps,
                 "optimizer": info.optimizer,
                 "bytes": size,
+                "sampling": None if info.sampling is None else asdict(info.sampling),
                 "layers": [
                     {
                         "name": layer.name,
@@ -137,6 +140,7 @@ def _inspect(options: argparse.Namespace) -> int:
                         "d_out": layer.d_out,
                         "bias": layer.bias,
                         "rows": layer.rows,
+                        "dropped": dict(layer.dropped),
                         "distinct_keys": distinct[layer.name],
                         "row_space": layer.row_space,
                         "values": layer.values,
@@ -155,6 +159,8 @@ def _inspect(options: argparse.Namespace) -> int:
         )
         return 0
     print(f"{options.index}: {info.steps:,} steps of {info.optimizer}, {bytes_text(size)}")
+    if manifest.sampling.options:
+        print(f"of a sample: recorded with {manifest.sampling.options}")
     print()
     print_table(
         [
@@ -166,6 +172,7 @@ def _inspect(options: argparse.Namespace) -> int:
             "values",
             "kept as",
             "rows",
+            "not recorded",
             "distinct keys",
             "row space",
             "exactness",
@@ -180,6 +187,7 @@ def _inspect(options: argparse.Namespace) -> int:
                 layer.values,
                 _kept_as(published[layer.name]),
                 layer.rows,
+                sum(layer.dropped.values()),
                 distinct[layer.name],
                 layer.row_space,
                 layer.exactness,

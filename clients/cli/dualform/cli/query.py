@@ -346,6 +346,7 @@ def _coverage(coverage: Coverage) -> dict[str, int]:
         "rows": coverage.rows,
         "total": coverage.total,
         "nonfinite": coverage.nonfinite,
+        "dropped": coverage.dropped,
     }
 
 
@@ -355,6 +356,8 @@ def _print_coverage(coverage: Coverage) -> None:
         if coverage.nonfinite
         else ""
     )
+    if coverage.dropped:
+        beside += f"; {coverage.dropped:,} more of training were not recorded"
     print(f"covers {coverage.rows:,} of {coverage.total:,} rows{beside}")
 
 

@@ -19,6 +19,7 @@ from dualform.client._info import (
     IndexSummary,
     InexactMark,
     LayerInfo,
+    Sampling,
     ServerLimits,
 )
 from dualform.client._results import (
@@ -75,6 +76,7 @@ __all__ = [
     "PermissionDeniedError",
     "ResourceExhaustedError",
     "Retry",
+    "Sampling",
     "ServerLimits",
     "SumsResult",
     "TopKResult",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dualform.v1 import attribution_pb2 as pb
 
@@ -57,6 +57,23 @@ class InexactMark:
 
 
 @dataclass(frozen=True)
+class Sampling:
+    """Which rows were recorded, masks apart.
+
+    Attributes:
+        every: Those of steps 0, N, 2 N and so on.
+        sample: Of so large a part of the examples, drawn at each step.
+        seed: Of the draws.
+        zero_rows: False: without rows whose value is exactly zero.
+    """
+
+    every: int
+    sample: float
+    seed: int
+    zero_rows: bool
+
+
+@dataclass(frozen=True)
 class LayerInfo:
     """One layer of an index.
 
@@ -70,6 +87,8 @@ class LayerInfo:
         values: False for an index without values: no dual output.
         columns: Metadata columns: name to "int64", "float64", "str" or "bool".
         inexact: Marks, in step order; empty where the dual form is exact throughout.
+        dropped: Rows that training had and that were not recorded, by reason: "every", "rows" (a
+            mask), "sample" or "zero" (their value).
     """
 
     name: str
@@ -82,6 +101,7 @@ class LayerInfo:
     values: bool
     columns: Mapping[str, str]
     inexact: tuple[InexactMark, ...]
+    dropped: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def exactness(self) -> str:
@@ -102,6 +122,7 @@ class IndexInfo:
         optimizer: Its class name, such as "SGD".
         layers: By name, in recording order.
         version: As in IndexSummary.
+        sampling: Which rows were recorded; None for all.
     """
 
     name: str
@@ -111,6 +132,7 @@ class IndexInfo:
     optimizer: str
     layers: Mapping[str, LayerInfo]
     version: str = ""
+    sampling: Sampling | None = None
 
 
 def limits_of(message: pb.Limits) -> ServerLimits:
@@ -135,7 +157,12 @@ def index_of(message: pb.IndexInfo) -> IndexInfo:
         optimizer=message.optimizer,
         layers={layer.name: _layer(layer) for layer in message.layers},
         version=message.version,
+        sampling=_sampling(message.sampling) if message.HasField("sampling") else None,
     )
+
+
+def _sampling(message: pb.Sampling) -> Sampling:
+    return Sampling(message.every, message.sample, message.seed, message.zero_rows)
 
 
 def _layer(message: pb.LayerInfo) -> LayerInfo:
@@ -150,6 +177,7 @@ def _layer(message: pb.LayerInfo) -> LayerInfo:
         values=message.values,
         columns={c.name: _COLUMN_TYPES.get(c.type, "unknown") for c in message.columns},
         inexact=tuple(InexactMark(mark.from_step, mark.reason) for mark in message.inexact),
+        dropped=dict(message.dropped),
     )
 
 

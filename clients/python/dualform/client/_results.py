@@ -27,11 +27,14 @@ class Coverage:
         rows: Rows that passed the filter (and lie before `at_step`).
         total: Rows of the layer.
         nonfinite: Of `rows`, those whose key is not finite: never ranked.
+        dropped: Rows of the layer that training had and that were not recorded: where there are
+            any, the answer is of a part of the memory.
     """
 
     rows: int
     total: int
     nonfinite: int
+    dropped: int = 0
 
 
 @dataclass(frozen=True)
@@ -355,7 +358,7 @@ def _memory(part: TopKResult | SumsResult | DualOutputResult) -> tuple[object, .
 
 
 def _coverage(message: pb.Coverage) -> Coverage:
-    return Coverage(message.rows, message.total, message.nonfinite)
+    return Coverage(message.rows, message.total, message.nonfinite, message.dropped)
 
 
 def _plan_of(

@@ -45,6 +45,7 @@ from dualform.store.errors import DamagedError
 from dualform.store.files import FileEntry, check_digest, identity
 from dualform.store.index import REBUILD, IndexManifest
 from dualform.store.ledger import Ledger
+from dualform.store.sampling import Sampling
 
 _Item = TypeVar("_Item")
 
@@ -123,6 +124,11 @@ class Index(Keywords):
     @property
     def steps(self) -> int:
         return self._manifest.steps
+
+    @property
+    def sampling(self) -> Sampling:
+        """Which rows were recorded."""
+        return self._manifest.sampling
 
     @property
     def optimizer(self) -> str:

@@ -20,19 +20,22 @@ class Coverage:
         rows: Rows that passed the filter (and lie before at_step).
         total: Rows of the layer.
         nonfinite: Of `rows`, those whose key is not finite: never ranked.
+        dropped: Rows of the layer that training had and that were not recorded.
     """
 
     rows: int
     total: int
     nonfinite: int
+    dropped: int
 
     @classmethod
     def of(cls, layer: Layer, selected: np.ndarray) -> Coverage:
         """Of an answer about the selected rows of a layer, bool [total]."""
         if selected is layer.space.everything:
-            return cls(layer.rows, layer.rows, layer.nonfinite)
+            return cls(layer.rows, layer.rows, layer.nonfinite, layer.dropped)
         rows = int(np.count_nonzero(selected))
-        return cls(rows, layer.space.total, rows - int(np.count_nonzero(selected & layer.finite)))
+        nonfinite = rows - int(np.count_nonzero(selected & layer.finite))
+        return cls(rows, layer.space.total, nonfinite, layer.dropped)
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ equal are compared byte for byte. All files are hashed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,7 @@ class LayerReport:
         states: How many states were stored on the way.
         bad_steps: The first two states (after how many steps) between which the rows do not add
             up; None where they all do.
+        dropped: How many rows were not recorded, by reason.
     """
 
     layer: str
@@ -90,6 +91,7 @@ class LayerReport:
     note: str
     states: int = 0
     bad_steps: tuple[int, int] | None = None
+    dropped: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,7 @@ def verify_index(
             exact_steps=_exact_steps(manifest.steps, layer),
             inexact=layer.inexact,
             note="not rebuilt: the index is damaged",
+            dropped=layer.dropped,
         )
         for layer in manifest.layers.values()
     )
@@ -187,6 +190,8 @@ def _verify_layer(index: Index, layer: Layer, advance: Callable[[int], None]) ->
     notes = []
     if first_mark is not None:
         notes.append(f"not exact from step {first_mark.from_step} on: {first_mark.reason}")
+    if layer.dropped:
+        notes.append(f"{layer.dropped:,} of {layer.rows + layer.dropped:,} rows not recorded")
     why_not = _why_not_rebuilt(index, layer)
     if why_not is not None:
         notes.append(f"not rebuilt: {why_not}")
@@ -226,6 +231,7 @@ def _verify_layer(index: Index, layer: Layer, advance: Callable[[int], None]) ->
         note="; ".join([*faults, *judgement.notes, *notes]),
         states=len(manifest.states),
         bad_steps=None if bad is None else (bad.first, bad.last),
+        dropped=manifest.dropped,
     )
 
 
@@ -381,7 +387,7 @@ def _files(manifest: IndexManifest) -> Iterator[tuple[FileEntry, str | None, _Ro
             yield place.sidecar, None, (place.start, place.start + place.rows - 1)
     for layer in manifest.layers.values():
         besides_shards = [
-            getattr(layer, field.name) for field in fields(layer) if field.name != "shards"
+            getattr(layer, each.name) for each in fields(layer) if each.name != "shards"
         ]
         for entry in _entries(besides_shards):
             yield entry, layer.name, (None, None)
@@ -399,8 +405,8 @@ def _entries(value: object) -> Iterator[FileEntry]:
         for item in value:
             yield from _entries(item)
     elif is_dataclass(value):
-        for field in fields(value):
-            yield from _entries(getattr(value, field.name))
+        for each in fields(value):
+            yield from _entries(getattr(value, each.name))
 
 
 def _damage(path: Path, entry: FileEntry) -> DamagedError | None:

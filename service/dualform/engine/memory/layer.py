@@ -198,6 +198,11 @@ class Layer:
         """From which step on the dual form is not exact, and why; empty where it is throughout."""
         return [(mark.from_step, mark.reason) for mark in self.manifest.inexact]
 
+    @property
+    def dropped(self) -> int:
+        """How many rows training had that were not recorded."""
+        return sum(self.manifest.dropped.values())
+
     def values_at(self, positions: np.ndarray, unit: int) -> np.ndarray:
         """One output unit's values at these positions, int64 [m] and ascending: float32 [m]."""
         parts = [np.empty(0, np.float32)]

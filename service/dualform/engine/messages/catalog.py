@@ -282,6 +282,8 @@ class Catalog:
         if index is not None:
             info.steps = index.steps
             info.optimizer = index.optimizer
+            if (sampling := responses.sampling(index.sampling)) is not None:
+                info.sampling.CopyFrom(sampling)
             info.layers.extend(responses.layer_info(layer) for layer in index.layers.values())
         return pb.GetIndexResponse(index=info, limits=self._limits_message())
 

@@ -10,6 +10,7 @@ from dualform.engine.messages import wire
 from dualform.engine.plan.plan import Plan
 from dualform.questions import ExplainQuestion, OutputQuestion, SumsQuestion, TopKQuestion
 from dualform.questions.question import STRATEGIES
+from dualform.store.sampling import Sampling
 from dualform.v1 import attribution_pb2 as pb
 
 
@@ -59,6 +60,19 @@ def layer_info(layer: Layer) -> pb.LayerInfo:
             pb.ColumnInfo(name=name, type=wire.column_type(kind)) for name, kind in layer.columns
         ],
         inexact=[pb.InexactMark(from_step=step, reason=reason) for step, reason in layer.inexact],
+        dropped=layer.manifest.dropped,
+    )
+
+
+def sampling(chosen: Sampling) -> pb.Sampling | None:
+    """What GetIndex tells of the rows that were recorded; None of all."""
+    if chosen.whole:
+        return None
+    return pb.Sampling(
+        every=chosen.every,
+        sample=chosen.sample,
+        seed=chosen.seed,
+        zero_rows=chosen.zero_rows,
     )
 
 
@@ -125,4 +139,9 @@ def _groups(name: str | None, groups: pa.Array | None) -> pb.Column | None:
 
 
 def _coverage(coverage: Coverage) -> pb.Coverage:
-    return pb.Coverage(rows=coverage.rows, total=coverage.total, nonfinite=coverage.nonfinite)
+    return pb.Coverage(
+        rows=coverage.rows,
+        total=coverage.total,
+        nonfinite=coverage.nonfinite,
+        dropped=coverage.dropped,
+    )
