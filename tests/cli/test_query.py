@@ -40,7 +40,12 @@ def test_top_k_as_json_and_locally_the_same(memory: Memory, server: str, query_f
     data = answer(remote)
     weights = memory.weights(np.load(query_file))
     matching = [t for t in range(35) if memory.label[t] == 1]
-    assert data["coverage"] == {"rows": len(matching), "total": 600, "nonfinite": 0}
+    assert data["coverage"] == {
+        "rows": len(matching),
+        "total": 600,
+        "nonfinite": 0,
+        "dropped": 0,
+    }
     for query, (rows, scores) in enumerate(zip(data["rows"], data["scores"], strict=True)):
         expected = sorted(matching, key=lambda t: weights[query, t])[:4]
         assert rows == expected

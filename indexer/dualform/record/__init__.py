@@ -17,6 +17,7 @@ from dualform.record.errors import (
     RecordingFailedError,
     ResumeError,
 )
+from dualform.record.indexed import indexed
 from dualform.record.recorder import Recorder
 from dualform.record.sink import CapturedPass, Sink, StepBatch
 
@@ -39,4 +40,5 @@ __all__ = [  # noqa: RUF022
     "ResumeError",
     "Sink",
     "StepBatch",
+    "indexed",
 ]

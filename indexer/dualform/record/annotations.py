@@ -38,6 +38,10 @@ class Annotations:
         self.current: Mapping[str, Column] = {}
         self._types: dict[str, str] = {}
 
+    def has(self, name: str) -> bool:
+        """Whether the column was ever annotated."""
+        return name in self._types
+
     def resume(self, types: Mapping[str, str]) -> None:
         """Go on with a recording whose columns have these types."""
         self._types.update(types)

@@ -38,6 +38,8 @@ from dualform.store.recording_format import RecordingManifest
 
 _LOGGER = logging.getLogger("dualform.record")
 _POOL_BYTES = 256 << 20
+_STEPS_WITHOUT_IDS = 50
+"""After so many steps without an example's id a warning comes, once."""
 
 _Layer = RecordedLayer | JoinedLayer
 
@@ -310,6 +312,15 @@ class Recorder:
         for layer in self._layers:
             layer.advance()
         self._step += 1
+        if self._step - self._first_step == _STEPS_WITHOUT_IDS and not self._annotations.has(
+            "example"
+        ):
+            _LOGGER.warning(
+                "%d steps were recorded and none was annotated with example ids, so answers can't "
+                "say which examples their rows are of: recorder.annotate(example=ids); "
+                "dualform.record.indexed(dataset) makes batches carry ids",
+                _STEPS_WITHOUT_IDS,
+            )
         self._sink.append(self._with_state(batch))
 
     def _unhook(self) -> None:
