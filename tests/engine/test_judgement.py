@@ -79,6 +79,56 @@ def test_a_key_bias_under_adamw_is_noise_and_said_to_be(tmp_path: Path) -> None:
     assert (np.linalg.norm(whole - own, axis=1) <= 1e-6 * np.linalg.norm(own, axis=1)).all()
 
 
+class Normed(nn.Module):
+    """A linear layer before batch norm, which takes its bias away; half the units after it are
+    dead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, 12)
+        self.norm = nn.BatchNorm1d(12)
+        self.second = nn.Linear(12, 10)
+        self.head = nn.Linear(10, 3)
+        nn.init.constant_(self.second.bias[:5], -5.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(torch.relu(self.second(self.norm(self.first(x[:, 0])))))
+        return out
+
+
+def test_a_bias_before_batch_norm_and_dead_units_under_adamw(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Normed()
+    before = model.second.weight.detach().double().numpy().copy()
+    groups = [{"params": list(model.parameters()), "weight_decay": 0.1}]
+    index = record(tmp_path, model, torch.optim.AdamW(groups, lr=1e-3))
+    report, notes = reports(index)
+    assert report.ok
+    assert "first.bias: its gradient is rounding noise" in notes["first"]
+    assert notes["head"] == ""
+    assert "noise" not in notes["second"]
+    rng = np.random.default_rng(0)
+    with Index.open(index, device="cpu") as opened:
+        for name in ("first", "second", "head"):
+            layer = model.get_submodule(name)
+            queries = rng.standard_normal((5, opened.layers[name].d_in)).astype(np.float32)
+            out = opened.dual_output(name, queries, max_residual=np.inf)
+            own = layer(torch.from_numpy(queries)).detach().double().numpy()
+            assert out.residual is not None
+            whole = out.values.astype(np.float64) + out.residual
+            length = np.linalg.norm(own, axis=1)
+            assert (np.linalg.norm(whole - own, axis=1) <= 1e-6 * length).all()
+            share = np.linalg.norm(out.residual, axis=1) / length
+            assert share.min() > 1e-6 if name == "first" else share.max() < 1e-5
+        # Of a dead unit nothing but decay moved the weight: no row adds anything at all.
+        parts = opened.dual_output("second", np.eye(12, dtype=np.float32), max_residual=np.inf)
+    rows = parts.values.astype(np.float64) - parts.initial
+    assert not rows[:, :5].any()
+    assert rows[:, 5:].any(axis=0).all()
+    after = model.second.weight.detach().double().numpy()
+    np.testing.assert_allclose(after[:5], before[:5] * (1 - 1e-4) ** STEPS, rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     "optimizer_of",
     [
