@@ -72,6 +72,8 @@ def test_a_commit_is_checked_by_what_lint_runs() -> None:
     assert repository["repo"] == "local"
     for hook in repository["hooks"]:
         assert hook["entry"].removesuffix(" --force-exclude") in recipe, hook["id"]
+    tools = {hook["entry"].split()[0] for hook in repository["hooks"]}
+    assert tools == set(re.findall(r"^(\S+)", recipe, re.MULTILINE))
 
 
 def test_lint_holds_the_boundaries() -> None:
