@@ -16,7 +16,7 @@ LOWEST := .venv-lowest
 GPU := .venv-gpu
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-lowest test-matrix soak interop lint format stubs stubs-check bench dist dist-check gpu-install-check clean
+.PHONY: help setup demo test test-lowest test-matrix soak interop lint format stubs stubs-check bench docs dist dist-check gpu-install-check clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -76,6 +76,9 @@ bench: $(STAMP) ## A small benchmark in minutes, on MNIST from DUALFORM_DATA, be
 	$(BIN)/python -m benchmarks topk --data $(DATA) --steps 320 --rounds 3 --largest-batch 64 --isotropic-rows 40000 --json build/bench/topk.json
 	$(BIN)/python -m benchmarks answers --data $(DATA) --steps 320 --rounds 5 --json build/bench/answers.json
 	$(BIN)/python -m benchmarks ratios build/bench
+
+docs: $(STAMP) ## The documentation as a site in build/site: open build/site/index.html, no server needed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 dist: $(STAMP) ## The sdist of what is committed, and the wheel of the sdist, in dist/
 	$(BIN)/python scripts/release.py build dist

@@ -20,7 +20,7 @@ import yaml
 from serve.serving import serving, tensor
 from synthetic import make_index
 
-from dualform.cli.main import _parser
+from dualform.cli.main import make_parser
 from dualform.serve import ServerConfig
 from dualform.serve.access import Access
 from dualform.serve.server import GRACE_S, LAST_WRITES_S, NOTICE_S
@@ -118,13 +118,13 @@ def test_every_folder_and_extra_that_the_image_takes_exists() -> None:
 def test_every_command_is_one_that_dualform_has(probe: str) -> None:
     program, *arguments = CONTAINER[probe]["exec"]["command"]
     assert program == "dualform"
-    options = _parser().parse_args(arguments)
+    options = make_parser().parse_args(arguments)
     assert options.admin == CONFIG.admin
     assert options.alive == (probe == "livenessProbe")
 
 
 def test_what_is_served_is_what_is_exposed_and_mounted() -> None:
-    arguments = _parser().parse_args(CONTAINER["args"])
+    arguments = make_parser().parse_args(CONTAINER["args"])
     assert json.loads(re.findall(r"^CMD (\[.*\])$", DOCKERFILE, re.M)[0]) == CONTAINER["args"]
     mounts = {own["mountPath"]: own["name"] for own in CONTAINER["volumeMounts"]}
     assert {own["name"] for own in POD["volumes"]} == set(mounts.values())

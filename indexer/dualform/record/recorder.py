@@ -92,8 +92,8 @@ class Recorder:
         RecordingFailedError: The recording can't be started, such as on a full disk.
         ResumeError: The recording can't be continued from there; nothing of it was dropped.
 
-        All of them are RecordErrors. Whatever is raised here leaves nothing behind: no folder, no
-        thread, no hooks.
+    All of them are RecordErrors. Whatever is raised here leaves nothing behind: no folder, no
+    thread, no hooks.
     """
 
     def __init__(

@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status. Wrong arguments leave through SystemExit(2), as argparse does.
     """
-    options, unknown = _parser().parse_known_args(arguments)
+    options, unknown = make_parser().parse_known_args(arguments)
     if unknown:
         # By the command's own parser, whose usage is the one that helps.
         options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -95,7 +95,8 @@ def _prepare_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """All that the command takes; docs' reference is made of it."""
     parser = argparse.ArgumentParser(
         prog="dualform",
         allow_abbrev=False,

@@ -50,8 +50,7 @@ class AsyncClient(AsyncDriver):
     May be used from any number of event loops, one after the other or in several threads: each gets
     a connection of its own.
 
-    Args:
-        server, tls, certificate, key, token, retry, timeout: As for `Client`.
+    It is made of what a `Client` is made of.
 
     Example:
         >>> async with AsyncClient("localhost:50051") as client:
