@@ -18,10 +18,12 @@ from dualform.layers.base import (
     layers_of,
     why_not,
 )
+from dualform.layers.gru import GRU
 from dualform.layers.lstm import LSTM
 
-# In plain order; the linter would put LSTM first, as a constant.
+# In plain order; the linter would put GRU and LSTM first, as constants.
 __all__ = [  # noqa: RUF022
+    "GRU",
     "JoinedKind",
     "LSTM",
     "LayerKind",

@@ -18,9 +18,8 @@ from dualform.layers.base import (
     JoinedKind,
     PassRows,
     Product,
-    ShapeError,
-    UnsupportedModuleError,
 )
+from dualform.layers.recurrent import check_input, check_single, give_weights, start, take_weights
 
 State = tuple[torch.Tensor, torch.Tensor]
 
@@ -51,8 +50,7 @@ class LSTM(nn.Module):
         self.hidden_size = hidden_size
         self.ih = nn.Linear(input_size, 4 * hidden_size, bias)
         self.hh = nn.Linear(hidden_size, 4 * hidden_size, bias)
-        for parameter in self.parameters():  # as nn.LSTM starts
-            nn.init.uniform_(parameter, -(hidden_size**-0.5), hidden_size**-0.5)
+        start(self, hidden_size)
 
     def forward(self, x: torch.Tensor, state: State | None = None) -> tuple[torch.Tensor, State]:
         """Run over all time steps.
@@ -67,7 +65,7 @@ class LSTM(nn.Module):
         Raises:
             ShapeError: `x` has another shape, or no time step; a ValueError.
         """
-        self._check_shape(x)
+        check_input(x, self.input_size, "LSTM")
         h, c = state if state is not None else (x.new_zeros(len(x), self.hidden_size),) * 2
         steps = []
         for from_x in self.ih(x).unbind(1):
@@ -97,13 +95,6 @@ class LSTM(nn.Module):
         first = x.new_zeros(len(x), self.hidden_size) if state is None else state[0]
         return torch.cat([torch.cat([first[:, None], output[:, :-1]], 1), x], 2)
 
-    def _check_shape(self, x: torch.Tensor) -> None:
-        if x.dim() != 3 or x.shape[2] != self.input_size or x.shape[1] == 0:
-            raise ShapeError(
-                f"x has shape {list(x.shape)}; LSTM takes [batch, time, {self.input_size}] with at "
-                "least one time step (as nn.LSTM with batch_first=True)"
-            )
-
     @classmethod
     def from_torch(cls, lstm: nn.LSTM) -> LSTM:
         """The same layer with the weights of an `nn.LSTM`, copied.
@@ -112,22 +103,9 @@ class LSTM(nn.Module):
             UnsupportedModuleError: It has several layers, two directions, a projection, dropout, or
                 takes [time, batch]; a ValueError.
         """
-        if lstm.num_layers != 1 or lstm.bidirectional or lstm.proj_size or lstm.dropout:
-            raise UnsupportedModuleError(
-                f"{lstm} can't be taken over as a whole: only one layer, one direction, without "
-                "projection and dropout; stack several LSTM, with nn.Dropout between them"
-            )
-        if not lstm.batch_first:
-            raise UnsupportedModuleError(
-                "this nn.LSTM takes [time, batch, input]; make it with batch_first=True, and "
-                "transpose what it is given and gives"
-            )
+        check_single(lstm, "LSTM")
         copied = cls(lstm.input_size, lstm.hidden_size, lstm.bias).to(next(lstm.parameters()))
-        with torch.no_grad():
-            for part, suffix in ((copied.ih, "ih_l0"), (copied.hh, "hh_l0")):
-                part.weight.copy_(getattr(lstm, f"weight_{suffix}"))
-                if part.bias is not None:
-                    part.bias.copy_(getattr(lstm, f"bias_{suffix}"))
+        take_weights(copied, lstm)
         return copied
 
     def to_torch(self) -> nn.LSTM:
@@ -135,11 +113,7 @@ class LSTM(nn.Module):
         biased = self.ih.bias is not None
         lstm = nn.LSTM(self.input_size, self.hidden_size, bias=biased, batch_first=True)
         lstm = lstm.to(self.ih.weight)
-        with torch.no_grad():
-            for part, suffix in ((self.ih, "ih_l0"), (self.hh, "hh_l0")):
-                getattr(lstm, f"weight_{suffix}").copy_(part.weight)
-                if part.bias is not None:
-                    getattr(lstm, f"bias_{suffix}").copy_(part.bias)
+        give_weights(self, lstm)
         return lstm
 
 
@@ -163,15 +137,16 @@ class LSTMKind(JoinedKind):
 
     @classmethod
     def why_not(cls, module: nn.Module) -> str | None:
-        if isinstance(module, nn.LSTM):
-            return (
-                "nn.LSTM runs a fused kernel that no hook sees into; put "
-                "dualform.record.LSTM.from_torch(lstm) in its place, which gives the same output"
-            )
+        for name in ("LSTM", "GRU"):
+            if isinstance(module, getattr(nn, name)):
+                return (
+                    f"nn.{name} runs a fused kernel that no hook sees into; put dualform.record."
+                    f"{name}.from_torch({name.lower()}) in its place, which gives the same output"
+                )
         if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
             return (
                 f"{type(module).__name__} runs a fused kernel that no hook sees into; "
-                "dualform.record.LSTM is recorded"
+                "dualform.record.LSTM and dualform.record.GRU are recorded"
             )
         return None
 
@@ -198,7 +173,7 @@ class LSTMKind(JoinedKind):
         assert isinstance(module, LSTM)
 
         def forward(x: torch.Tensor, state: State | None = None) -> tuple[torch.Tensor, State]:
-            module._check_shape(x)
+            check_input(x, module.input_size, "LSTM")
             x = x.detach()
             h, c = state if state is not None else (x.new_zeros(len(x), module.hidden_size),) * 2
             steps = []

@@ -3,7 +3,7 @@
 `Recorder` is all that most users need. Sinks decide where a recording goes.
 """
 
-from dualform.layers import LSTM, LayerKind
+from dualform.layers import GRU, LSTM, LayerKind
 from dualform.record.disk import DiskSink
 from dualform.record.errors import (
     AnnotationError,
@@ -21,12 +21,13 @@ from dualform.record.indexed import indexed
 from dualform.record.recorder import Recorder
 from dualform.record.sink import CapturedPass, Sink, StepBatch
 
-# In plain order; the linter would put LSTM first, as a constant.
+# In plain order; the linter would put GRU and LSTM first, as constants.
 __all__ = [  # noqa: RUF022
     "AnnotationError",
     "CaptureError",
     "CapturedPass",
     "DiskSink",
+    "GRU",
     "LSTM",
     "LayerKind",
     "LayerSelectionError",
