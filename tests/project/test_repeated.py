@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 import pytest
 
-from dualform.cli.main import _parser
+from dualform.cli.main import make_parser
 from dualform.client import Client
 from dualform.engine.messages.limits import Limits
 from dualform.questions import (
@@ -27,7 +27,7 @@ from dualform.serve import ServerConfig, ServerLimits
 
 
 def parser_of(*words: str) -> argparse.ArgumentParser:
-    parser = _parser()
+    parser = make_parser()
     for word in words:
         (commands,) = [
             action for action in parser._actions if isinstance(action, argparse._SubParsersAction)
