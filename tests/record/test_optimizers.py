@@ -9,6 +9,7 @@ inputs that the loop itself gave to the layer.
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import re
 from collections.abc import Callable, Iterator
@@ -271,6 +272,15 @@ class SignSGD(torch.optim.SGD):
                 p.sub_(group["lr"] * p.grad.sign())
 
 
+MUON = hasattr(torch.optim, "Muon")
+
+
+def muon(model: nn.Sequential) -> torch.optim.Optimizer:
+    """Of the weights, as it is for matrices alone; biases stay."""
+    weights = [parameter for parameter in model.parameters() if parameter.ndim == 2]
+    return torch.optim.Muon(weights, lr=0.01)
+
+
 FAMILIES: dict[str, Optimizers] = {
     "Adam": lambda model: torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=0.01),
     "AMSGrad": lambda model: torch.optim.Adam(model.parameters(), lr=0.01, amsgrad=True),
@@ -316,6 +326,7 @@ def test_every_family_is_exact(tmp_path: Path, name: str) -> None:
     [
         ("Lamb", lambda model: Lamb(model.parameters(), lr=0.01)),
         ("SignSGD", lambda model: SignSGD(model.parameters(), lr=0.01)),
+        pytest.param("Muon", muon, marks=pytest.mark.skipif(not MUON, reason="torch has none")),
     ],
 )
 def test_optimizers_of_no_known_family(tmp_path: Path, name: str, optimizer_of: Optimizers) -> None:
@@ -334,6 +345,24 @@ def test_other_precisions_are_marked_rounded(tmp_path: Path, dtype: torch.dtype)
     trained = train(tmp_path, sgd(momentum=0.9), model=network().to(dtype))
     word = str(dtype).removeprefix("torch.")
     assert_marked(trained, {"0": 0, "2": 0}, f"^rounded: {word} weights")
+
+
+@pytest.mark.parametrize("optimizer_of", [sgd(), FAMILIES["AdamW"]], ids=["SGD", "AdamW"])
+def test_gradients_averaged_with_another_process(tmp_path: Path, optimizer_of: Optimizers) -> None:
+    """As data-parallel training does: what the other's rows moved is the remainder."""
+
+    def average(step: int, model: nn.Sequential) -> None:
+        parameters = list(model.parameters())
+        x, y = torch.randn(BATCH, D_IN), torch.randint(0, CLASSES, (BATCH,))
+        other = copy.deepcopy(model)
+        loss = nn.functional.cross_entropy(other(x), y)
+        theirs = torch.autograd.grad(loss, list(other.parameters()))
+        for parameter, gradient in zip(parameters, theirs, strict=True):
+            assert parameter.grad is not None
+            parameter.grad.add_(gradient).div_(2)
+
+    trained = train(tmp_path, optimizer_of, before_step=average)
+    assert_marked(trained, {"0": 0, "2": 0}, "gradient")
 
 
 def test_clipping_by_value_from_a_step_on(tmp_path: Path) -> None:
