@@ -160,6 +160,14 @@ CASES = {
         (2, 3, 4, 3),
         {"0": ("convolution", 12)},
     ),
+    "groups": Case(
+        convolutions(
+            nn.Conv2d(6, 9, (3, 2), stride=(2, 1), padding=1, groups=3),
+            nn.Conv2d(9, 9, 1, groups=9, bias=False),
+        ),
+        (6, 5, 4),
+        {"0": ("convolution", 45), "2": ("convolution", 135)},
+    ),
     "attention": Case(
         Attention,
         (4, 6),
@@ -222,6 +230,8 @@ def expected(layer: nn.Module, output: torch.Tensor | None, queries: np.ndarray)
         assert isinstance(layer, nn.Linear)
         return product(queries, layer.weight, layer.bias)
     if isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+        if layer.groups > 1:  # a row has the units of its group alone
+            return product(queries, layer.weight.flatten(1), layer.bias)
         output = output.movedim(1, -1)
     return output.detach().reshape(-1, output.shape[-1]).numpy()
 
@@ -319,6 +329,34 @@ def test_patches_and_their_values(tmp_path: Path) -> None:
         assert top.columns["label"][0][row] == 8
 
 
+def test_rows_of_groups(tmp_path: Path) -> None:
+    """Each group's patches, and values of its own units alone, against a convolution per group."""
+    torch.manual_seed(3)
+    layer = nn.Conv2d(4, 6, (3, 2), padding=1, groups=2)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    x = torch.randn(2, 4, 5, 4)
+    with Recorder(nn.Sequential(layer), optimizer, tmp_path / "recording"):
+        output = layer(x)
+        output.retain_grad()
+        output.square().sum().backward()
+        optimizer.step()
+    patches = nn.functional.unfold(x, (3, 2), padding=1).transpose(1, 2)
+    assert output.grad is not None
+    gradient = output.grad.flatten(2).transpose(1, 2)
+    right = torch.zeros(2, 2, *gradient.shape[1:])  # example, group, place, unit
+    for group in range(2):
+        units = slice(3 * group, 3 * group + 3)
+        right[:, group, :, units] = -gradient[..., units]
+    with Recording.open(tmp_path / "recording") as recording:
+        (record,) = recording.passes("0")
+        there = torch.stack([patches[..., :12], patches[..., 12:]], 1)
+        np.testing.assert_array_equal(keys(recording, "0", record), there.reshape(-1, 12).numpy())
+        np.testing.assert_array_equal(values(recording, "0", record), right.reshape(-1, 6).numpy())
+        rows = recording.read_rows([record.block])
+        assert rows["slot"].to_pylist() == [i for i in range(2) for _ in range(2 * 25)]
+        assert rows["position"].to_pylist() == [*range(50)] * 2
+
+
 def test_channels_last_and_a_frozen_weight(tmp_path: Path) -> None:
     torch.manual_seed(3)
     model = nn.Sequential(nn.Conv2d(4, 6, 3), nn.Tanh(), nn.Conv2d(6, 4, 2))
@@ -383,22 +421,22 @@ def test_what_no_kind_takes_is_named_and_trains_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = nn.Sequential(
-        nn.Conv2d(2, 4, 1, groups=2),
-        Standardised(4, 4, 1),
+        nn.Conv2d(66, 66, 1, groups=33),
+        Standardised(66, 4, 1),
         nn.utils.parametrizations.weight_norm(nn.Conv2d(4, 4, 1)),
         nn.ConvTranspose2d(4, 4, 1),
         nn.Conv2d(4, 3, 2),
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Recorder(model, optimizer, tmp_path / "recording"):
-        model(torch.randn(2, 2, 4, 4)).sum().backward()  # reaches the step all the same
+        model(torch.randn(2, 66, 4, 4)).sum().backward()  # reaches the step all the same
         optimizer.step()
     assert list(Recording.open(tmp_path / "recording").manifest.layers) == ["4"]
-    assert "'0' (a convolution in groups" in caplog.text
+    assert "'0' (a convolution in 33 groups" in caplog.text
     assert "'1' (Standardised has a forward of its own" in caplog.text
     assert "'2.parametrizations.weight' (its weight is computed" in caplog.text
     assert "'3' (ConvTranspose2d is of no kind" in caplog.text
-    for name, why in (("0", "only groups=1"), ("1", r"use nn\.Conv2d"), ("3", "unsupported")):
+    for name, why in (("0", "up to 32 groups"), ("1", r"use nn\.Conv2d"), ("3", "unsupported")):
         with pytest.raises(LayerSelectionError, match=why):
             Recorder(model, optimizer, tmp_path / "other", layers=[name])
 

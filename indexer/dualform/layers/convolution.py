@@ -4,6 +4,10 @@ The key is a patch, [channels, *kernel] flattened, the value the negative gradie
 channels in the patch's place, and W the weight flattened to [d_out, channels * kernel]: then the
 output at a place is W key + b, and the weight's gradient the sum over patches. A row per example
 and place; `slot` is the example, `position` counts the places in the output's order.
+
+In groups, each multiplies its own channels by its own rows of W: [d_out, channels / groups *
+kernel]. A row is then of one group: its patch, and values that are zero for the other groups'
+units. `position` counts the places of the first group, then of the second, and so on.
 """
 
 from __future__ import annotations
@@ -25,11 +29,14 @@ from dualform.layers.base import (
 )
 
 _Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
+MOST_GROUPS = 32
+"""A row has a value for the units of all groups, so values take as many times the bytes."""
+
 _TYPES = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class Convolution(ProductKind):
-    """Convolutions in one group, with any stride, padding and dilation."""
+    """Convolutions with any stride, padding and dilation, in up to `MOST_GROUPS` groups."""
 
     kind = "convolution"
     example = "Conv1d, Conv2d, Conv3d"
@@ -49,10 +56,10 @@ class Convolution(ProductKind):
                 f"{here.__name__} has a forward of its own, so what its weight multiplies is not "
                 f"known; use nn.{base.__name__}"
             )
-        if module.groups != 1:
+        if module.groups > MOST_GROUPS:
             return (
-                "a convolution in groups multiplies each group by a matrix of its own, so its "
-                "rows share no key; only groups=1 is recorded"
+                f"a convolution in {module.groups} groups has {module.groups} rows for each place, "
+                f"all with values for every unit; up to {MOST_GROUPS} groups are recorded"
             )
         return None
 
@@ -70,7 +77,17 @@ class Convolution(ProductKind):
         return None if given is None else _patches(_convolution(module), given)[0]
 
     def values(self, module: nn.Module, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient.movedim(-1 - len(_convolution(module).kernel_size), -1)
+        convolution = _convolution(module)
+        axes, groups = len(convolution.kernel_size), convolution.groups
+        if groups == 1:
+            return gradient.movedim(-1 - axes, -1)
+        given = gradient.flatten(-axes).unflatten(-2, (groups, -1))
+        values: torch.Tensor = given.new_zeros(
+            *given.shape[:-2], given.shape[-1], groups, given.shape[-2]
+        )
+        # [..., group, places, group, units of a group]: where both are the same.
+        torch.diagonal(values, 0, -4, -2).copy_(given.movedim(-3, -1).transpose(-2, -3))
+        return values.flatten(-2)
 
     def node(self, output: torch.Tensor, weight: torch.Tensor) -> Node | None:
         return nearest_node(output.grad_fn, weight, direct=True)
@@ -80,7 +97,12 @@ class Convolution(ProductKind):
 
         def forward(input: torch.Tensor) -> torch.Tensor:
             patches, places = _patches(convolution, input)
-            found = product(patches).movedim(-1, -2)
+            found = product(patches)
+            if convolution.groups > 1:
+                of_groups = found.unflatten(-2, (convolution.groups, -1))
+                of_groups = of_groups.unflatten(-1, (convolution.groups, -1))
+                found = torch.diagonal(of_groups, 0, -4, -2).movedim(-1, -2).flatten(-2)
+            found = found.movedim(-1, -2)
             return found.reshape(*found.shape[:-1], *places)
 
         return forward
@@ -99,8 +121,8 @@ def _patches(module: _Convolution, x: torch.Tensor) -> tuple[torch.Tensor, tuple
         x: [batch, channels, *size], or without the batch.
 
     Returns:
-        [batch, places, channels * kernel], or without the batch, and how many places there are on
-        each axis.
+        [batch, groups * places, channels / groups * kernel], or without the batch, and how many
+        places there are on each axis.
 
     Raises:
         ShapeError: The convolution takes no such tensor.
@@ -123,7 +145,8 @@ def _patches(module: _Convolution, x: torch.Tensor) -> tuple[torch.Tensor, tuple
             raise ShapeError(f"the input is smaller than the kernel of {module}")
         x = x.unfold(axis, reach, stride)[..., ::dilation]
     places = tuple(x.shape[2 : 2 + axes])
-    x = x.movedim(1, 1 + axes).flatten(1 + axes).flatten(1, axes)
+    x = x.unflatten(1, (module.groups, -1))
+    x = x.movedim(2, 2 + axes).flatten(2 + axes).flatten(1, 1 + axes)
     return (x if batched else x[0]), places
 
 
