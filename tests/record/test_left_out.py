@@ -460,6 +460,31 @@ def test_buffers_keep_rows(dtype: torch.dtype) -> None:
     assert np.array_equal(again.array, whole.to(dtype).float().numpy(), equal_nan=True)
 
 
+def test_an_embedding(tmp_path: Path) -> None:
+    """Whose keys are places, and whose rows for padding have a value of zero."""
+    ids = torch.tensor([[1, 2, 0], [3, 0, 0]])
+    for name, rows, options in (
+        ("whole", None, {}),
+        ("masked", ids != 0, {}),
+        ("zero", None, {"zero_rows": False}),
+    ):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(5, 4, padding_idx=0), nn.Linear(4, 2))
+        optimizer = by_sgd(model)
+        with Recorder(model, optimizer, tmp_path / name, **options) as recorder:
+            recorder.annotate(rows=rows, token=ids)
+            (model(ids) * (ids != 0)[..., None]).square().sum().backward()
+            optimizer.step()
+    for layer in ("0", "1"):
+        whole = rows_of(tmp_path / "whole", layer)
+        expected = [row for row in whole if row[0]["token"]]
+        assert len(expected) == 3 < len(whole)
+        for name, reason in (("masked", "rows"), ("zero", "zero")):
+            assert rows_of(tmp_path / name, layer) == expected
+            assert Recording.open(tmp_path / name).dropped(layer) == {reason: 3}
+            assert Recording.open(tmp_path / name).marks[layer] == []
+
+
 def test_sixteen_bits(tmp_path: Path) -> None:
     """bfloat16 keys and values, cut to some of their rows."""
     for name, options in (("whole", {}), ("r", {"every": 2, "zero_rows": False})):

@@ -54,6 +54,40 @@ def test_at_exit(tmp_path: Path, end: str, status: int) -> None:
     assert not list(tmp_path.glob(".*.lock"))
 
 
+def test_out_of_sight(tmp_path: Path) -> None:
+    """Of a function that returned, with nothing left that names model, optimizer or recorder."""
+    head, body = PROGRAM.split("torch.manual_seed(0)")
+    lines = "\n".join(f"    {line}" for line in f"torch.manual_seed(0){body}".splitlines())
+    program = f"{head}\ndef main():\n{lines}\nmain()\nimport gc\ngc.collect()\n"
+    command = [sys.executable, "-W", "ignore", "-c", program, str(tmp_path / "r")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0
+    assert result.stderr.count("was not closed") == 1
+    assert Recording.open(tmp_path / "r").complete
+    reading.assert_rebuilds(tmp_path / "r")
+
+
+def test_killed(tmp_path: Path) -> None:
+    """By a scheduler's SIGTERM, which lets no program say anything: what was committed is there."""
+    end = (
+        "recorder._sink.commit()\n"
+        "for _ in range(3):\n"
+        "    optimizer.zero_grad()\n"
+        "    model(torch.randn(4, 6)).square().mean().backward()\n"
+        "    optimizer.step()\n"
+        "os.kill(os.getpid(), 15)"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", PROGRAM + end, str(tmp_path / "r")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == -15
+    recording = Recording.open(tmp_path / "r")
+    assert not recording.complete
+    assert recording.steps == 5
+    assert sum(record.rows for record in recording.passes("")) == 20
+    for record in recording.passes(""):
+        assert reading.keys(recording, "", record).any()
+
+
 def test_closed_is_closed(tmp_path: Path) -> None:
     end = "recorder.close()"
     command = [sys.executable, "-W", "ignore", "-c", PROGRAM + end, str(tmp_path / "r")]
