@@ -194,3 +194,12 @@ def test_one_of_several_optimizers(tmp_path: Path) -> None:
         assert list(recording.manifest.layers) == [name]
         assert recording.steps == 6
         reading.assert_rebuilds(tmp_path / f"r{i}")
+
+
+def test_rows_that_are_recorded(tmp_path: Path) -> None:
+    callback = RecorderCallback(tmp_path / "r", rows=lambda batch: batch["labels"] != 0)
+    trainer(tmp_path, callback).fit(Module(), loader())
+    rows = rows_of(tmp_path / "r", "layers.0")
+    assert {row["labels"] for row in rows} == {1, 2}
+    assert len(rows) == 64
+    assert Recording.open(tmp_path / "r").dropped("layers.0") == {"rows": 32}

@@ -329,3 +329,34 @@ def test_a_column_that_is_not_there(tmp_path: Path) -> None:
 def test_outside_of_a_trainer(tmp_path: Path) -> None:
     with pytest.raises(RecordError, match=r"use dualform\.record\.Recorder"):
         RecorderCallback(tmp_path / "r").on_init_end(None, None, None)
+
+
+def test_rows_that_are_recorded(tmp_path: Path) -> None:
+    """Those with a label: of the classifier all that have a gradient, so nothing is amiss; with
+    `options` for the recorder."""
+    callback = RecorderCallback(
+        tmp_path / "r",
+        annotate=("labels",),
+        rows=lambda batch: batch["labels"] != -100,
+        options={"every": 2},
+    )
+    trainer = transformers.Trainer(
+        model=bert("BertForTokenClassification"),
+        args=arguments(tmp_path),
+        train_dataset=Listed(sentences("each")),
+        data_collator=collate,
+        callbacks=[callback],
+    )
+    trainer.train()
+    recording = Recording.open(tmp_path / "r")
+    for layer in ("classifier", "bert.encoder.layer.0.output.dense"):
+        rows = rows_of(tmp_path / "r", layer)
+        assert rows["labels"].null_count == 0
+        assert set(rows["step"].to_pylist()) == {0, 2, 4}
+        dropped = recording.dropped(layer)
+        assert set(dropped) == {"every", "rows"}
+        assert all(mark.reason.startswith("rows are left out") for mark in recording.marks[layer])
+    # The first token's row has a gradient through attention, and none in the classifier.
+    starts = [recording.marks[layer][0].from_step for layer in recording.manifest.layers]
+    assert recording.marks["classifier"][0].from_step == 1
+    assert min(starts) == 0

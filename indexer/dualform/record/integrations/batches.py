@@ -3,7 +3,7 @@ them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,9 @@ Wanted = Sequence[str] | Mapping[str, str | int]
 """Columns of a batch by name; or by the name that they get, what they are called in the batch (of a
 batch that is a tuple: their place)."""
 
+Rows = Callable[[Any], Any]
+"""Given a batch, which of its rows are recorded: what `Recorder.annotate` takes as `rows`."""
+
 _LABELS = ("label", "labels", "label_ids")
 
 
@@ -33,12 +36,14 @@ class BatchColumns:
 
     Args:
         annotate: What is wanted.
+        rows: Which rows are recorded; None for all.
 
     Attributes:
         places: What every wanted column is called in a batch, by the name that it gets.
     """
 
-    def __init__(self, annotate: Wanted) -> None:
+    def __init__(self, annotate: Wanted, rows: Rows | None = None) -> None:
+        self._rows = rows
         if isinstance(annotate, str):
             annotate = (annotate,)
         self._asked = isinstance(annotate, Mapping) or tuple(annotate) != DEFAULT
@@ -71,7 +76,8 @@ class BatchColumns:
                 given[name] = _without_ignored(str(place), value)
         if EXAMPLE not in given and (found := _get(batch, extra, EXAMPLE)) is not None:
             given[EXAMPLE] = found
-        recorder.annotate(**given)
+        rows = None if self._rows is None else self._rows(batch)
+        recorder.annotate(rows=rows, **given)
 
     def _found(self, batch: Any, extra: Mapping[str, Any], name: str, place: str | int) -> Any:
         value = _get(batch, extra, place)

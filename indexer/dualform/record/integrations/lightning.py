@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dualform.record.errors import OptimizerError
-from dualform.record.integrations.batches import DEFAULT, BatchColumns, Wanted
+from dualform.record.integrations.batches import DEFAULT, BatchColumns, Rows, Wanted
 from dualform.record.recorder import Recorder
 
 try:
@@ -33,7 +33,9 @@ class RecorderCallback(Callback):  # type: ignore[misc]
             where they are there and fit the rows.
         resume_at_step: As `Recorder`'s, with `trainer.fit(..., ckpt_path=...)`.
         optimizer: Which of several optimizers' steps are recorded, by its place.
-        options: Other options of `Recorder`, by name.
+        rows: Called with each batch: which of its rows are recorded, as `Recorder.annotate` takes
+            it, such as `lambda batch: batch["attention_mask"].bool()`. None for all.
+        options: Other options of `Recorder`, by name, such as {"every": 10}.
 
     Attributes:
         recorder: While training runs.
@@ -47,13 +49,14 @@ class RecorderCallback(Callback):  # type: ignore[misc]
         resume_at_step: int | None = None,
         *,
         optimizer: int | None = None,
+        rows: Rows | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
         self.recorder: Recorder | None = None
         self._path = path
         self._layers = layers
         self._resume_at_step = resume_at_step
-        self._columns = BatchColumns(annotate)
+        self._columns = BatchColumns(annotate, rows)
         self._which = optimizer
         self._options = dict(options or {})
 

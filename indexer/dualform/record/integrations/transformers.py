@@ -19,7 +19,7 @@ from typing import Any
 from transformers import Trainer, TrainerCallback
 
 from dualform.record.errors import RecordError
-from dualform.record.integrations.batches import DEFAULT, BatchColumns, Wanted, per_row
+from dualform.record.integrations.batches import DEFAULT, BatchColumns, Rows, Wanted, per_row
 from dualform.record.recorder import Recorder
 
 _COLUMNS = "dualform_columns"
@@ -41,7 +41,9 @@ class RecorderCallback(TrainerCallback):  # type: ignore[misc]
             {column: name in the batch}. Labels of -100 are null. `example`, an
             id, is taken wherever it is there. The default takes `labels` where they fit the rows.
         resume_at_step: As `Recorder`'s, with `trainer.train(resume_from_checkpoint=...)`.
-        options: Other options of `Recorder`, by name.
+        rows: Called with each batch: which of its rows are recorded, as `Recorder.annotate` takes
+            it, such as `lambda batch: batch["attention_mask"].bool()`. None for all.
+        options: Other options of `Recorder`, by name, such as {"every": 10}.
 
     Attributes:
         recorder: While training runs.
@@ -54,13 +56,14 @@ class RecorderCallback(TrainerCallback):  # type: ignore[misc]
         annotate: Wanted = DEFAULT,
         resume_at_step: int | None = None,
         *,
+        rows: Rows | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
         self.recorder: Recorder | None = None
         self._path = path
         self._layers = layers
         self._resume_at_step = resume_at_step
-        self._columns = BatchColumns(annotate)
+        self._columns = BatchColumns(annotate, rows)
         self._options = dict(options or {})
         self._trainer: Any = None
 
