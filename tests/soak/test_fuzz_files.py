@@ -31,7 +31,7 @@ from dualform.store.files import FileEntry, digest, write_sealed
 from dualform.store.ledger import from_parquet
 from dualform.store.recording import Recording
 
-from .counts import count, tell
+from .counts import count, seeds, tell
 from .training import batch, queries
 from .workers import trained
 
@@ -235,7 +235,7 @@ def test_manifests_of_indexes(index: Path, folder: Path) -> None:
     def work() -> str:
         return "answered" if same(ask(copy), expected) else "other answer"
 
-    for seed in range(wanted):
+    for seed in seeds(wanted):
         chance = random.Random(seed)
         if chance.random() < 0.2:
             (copy / "manifest.json").write_bytes(changed(original, chance))
@@ -256,7 +256,7 @@ def test_files_of_indexes(index: Path, folder: Path) -> None:
         each.relative_to(index).as_posix() for each in index.rglob("*") if each.is_file()
     )
     names.remove("manifest.json")
-    for seed in range(wanted):
+    for seed in seeds(wanted):
         chance = random.Random(seed)
         name = names[seed % len(names)]
         data = (index / name).read_bytes()
@@ -316,7 +316,7 @@ def test_ledgers(index: Path) -> None:
         except (pa.ArrowException, OSError, TypeError, ValueError) as error:
             raise StoreError(str(error)) from None
 
-    for seed in range(wanted):
+    for seed in seeds(wanted):
         other = changed(data, random.Random(seed))
         watch.outcome(f"seed {seed}", lambda other=other: work(other))
     watch.end("ledgers")
@@ -343,7 +343,7 @@ def test_recordings(recording: Path, folder: Path) -> None:
         finally:
             shutil.rmtree(target, ignore_errors=True)
 
-    for seed in range(wanted):
+    for seed in seeds(wanted):
         chance = random.Random(seed)
         file = files[seed % len(files)]
         data = (recording / file).read_bytes()
@@ -370,7 +370,7 @@ def test_json_of_recordings(recording: Path, folder: Path) -> None:
         with Recording.open(copy) as opened:
             return f"opened {min(opened.steps, STEPS + 1)}"
 
-    for seed in range(wanted):
+    for seed in seeds(wanted):
         chance = random.Random(10**6 + seed)
         file = files[seed % len(files)]
         data = (recording / file).read_bytes()

@@ -30,7 +30,7 @@ from dualform.engine.messages.catalog import Catalog
 from dualform.engine.rows.filters import evaluate
 from dualform.v1 import attribution_pb2 as pb
 
-from .counts import count, tell
+from .counts import count, seeds, tell
 from .fuzzing import D_IN, D_OUT, KINDS, STEPS, Maker, valid
 
 ROWS = 40
@@ -105,7 +105,7 @@ def test_requests(catalog: Catalog) -> None:
     wanted = count(2000, 600_000)
     codes: Counter[str] = Counter()
     slowest = (0.0, -1)
-    for seed in range(wanted):
+    for seed in seeds(wanted):
         kind, data = Maker(seed).request()
         began = time.process_time()
         code, request = answered(catalog, kind, data)
@@ -131,7 +131,7 @@ def test_requests_through_a_socket(index: Path) -> None:
         service = "/dualform.v1.AttributionService/"
         unary = {kind: served.channel.unary_unary(service + name) for kind, name in names.items()}
         stream = served.channel.unary_stream(service + names[pb.StreamWeightsRequest])
-        for first in range(0, wanted, together):
+        for first in seeds(wanted)[::together]:
             calls = []
             for seed in range(first, first + together):
                 kind, data = Maker(10**9 + seed).request()
@@ -282,7 +282,7 @@ def test_filter_texts() -> None:
     base.execute("create table t (label int, task text, weight real, flag bool, step int)")
     base.executemany("insert into t values (?, ?, ?, ?, ?)", rows)
     slowest = 0.0
-    for seed in range(wanted):
+    for seed in seeds(wanted):
         text = changed_text(random.Random(seed))
         began = time.process_time()
         try:

@@ -26,7 +26,7 @@ from dualform.index import build_index
 from dualform.record import DiskSink, Recorder
 from dualform.store.recording import Recording
 
-from .counts import count, tell
+from .counts import SEED, count, tell
 from .forking import Forks, alive, kill
 from .training import FILTERS, batch, queries
 from .workers import PAYLOADS, trained
@@ -72,7 +72,7 @@ def check_recording(path: Path, seed: int) -> Recording:
 
 def test_recorders(forks: Forks, tmp_path: Path) -> None:
     wanted, rows, kills = count(8, 260), 0, 0
-    chance = random.Random(1)
+    chance = random.Random(SEED + 1)
     outcomes: Counter[str] = Counter()
     while kills < wanted:
         seed, path = kills, tmp_path / f"r{kills}"
@@ -146,7 +146,7 @@ def check_index(path: Path) -> None:
 
 def test_builders(forks: Forks, recording: Path, tmp_path: Path) -> None:
     wanted, kills = count(6, 160), 0
-    chance = random.Random(2)
+    chance = random.Random(SEED + 2)
     outcomes: Counter[str] = Counter()
     target = tmp_path / "out" / "index"
     begin = time.monotonic()
@@ -176,7 +176,7 @@ def test_builders(forks: Forks, recording: Path, tmp_path: Path) -> None:
 
 def test_servers(forks: Forks, recording: Path, tmp_path: Path) -> None:
     wanted, kills = count(2, 100), 0
-    chance = random.Random(3)
+    chance = random.Random(SEED + 3)
     versions = tmp_path / "versions"
     for name, rows in (("a", 64), ("b", 1000)):
         build_index(recording, versions / name, shard_rows=rows)
