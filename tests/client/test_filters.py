@@ -128,6 +128,8 @@ def test_grammar(text: str, expected: Filter) -> None:
         ("a1 = 1 and a = 1 + 1", 16, "literal"),
         ("a", 1, "not possible"),
         ("a = 0x1F", 6, "x1F"),
+        ("a = . 5", 5, "no space"),
+        ("b = .5 and a in (1, -./**/5)", 22, "no space"),
     ],
 )
 def test_refusals_point_at_the_place(text: str, position: int, says: str) -> None:

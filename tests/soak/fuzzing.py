@@ -419,7 +419,9 @@ def _explained(request: Any) -> Opinion:
         return False
     if not all(layer.layer == LAYER and _right(layer.queries) for layer in request.layers):
         return False
-    return None if request.output else True
+    if request.HasField("max_residual") and not request.output:
+        return False
+    return _max_residual(request) if request.output else True
 
 
 def _ids(request: Any) -> Opinion:

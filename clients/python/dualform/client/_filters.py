@@ -207,6 +207,8 @@ class _Reader:
                 self._refuse("is stands before null or not null alone", token.start + 1)
             if kinds[place] == "NOT" and behind[0] == "IS":
                 self._refuse("not stands behind is, as in task is not null", token.start + 1)
+            if kinds[place] == "DOT" and tokens[place + 1].start > token.end + 1:
+                self._refuse("a number has no space in it, as in weight > .5", token.start + 1)
 
     def _condition(self, node: Any) -> Filter:
         kind = type(node).__name__
