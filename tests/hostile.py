@@ -29,6 +29,7 @@ NASTY: list[Any] = [
     "../../etc/passwd",
     "/dev/zero",
     "a\0b",
+    "\ud800",
     [],
     {},
     [[]],

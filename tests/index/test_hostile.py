@@ -6,6 +6,7 @@ file replaced by what is no file, or by other bytes.
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import shutil
@@ -23,6 +24,7 @@ from dualform.index import build_index
 from dualform.record import Recorder
 from dualform.record.disk import DiskSink
 from dualform.store import DamagedError, StoreError
+from dualform.store.files import write_sealed
 
 QUERY = np.random.default_rng(1).random((2, 4)).astype(np.float32)
 MOST_SECONDS = 5.0
@@ -123,3 +125,18 @@ def test_nonsense_in_every_file(path: Path, tmp_path: Path) -> None:
             found = outcome(copy, tmp_path / "index", None, f"{file.name}: {wrong[:9]!r}")
             assert found in ("answered", "refused"), found
         file.write_bytes(content)
+
+
+@pytest.mark.parametrize("escaped", [True, False])
+def test_half_a_character_in_a_name(path: Path, tmp_path: Path, escaped: bool) -> None:
+    """JSON can say it, the file system and messages cannot."""
+    copy = Path(shutil.copytree(path, tmp_path / "copy"))
+    segments = [(file, json.loads(file.read_bytes())) for file in copy.glob("segments/*.json")]
+    file, fields = next(each for each in segments if each[1]["examples"])
+    fields.pop("xxh3")
+    fields["examples"][0]["name"] = "\ud800"
+    write_sealed(file, fields)
+    if not escaped:
+        file.write_bytes(file.read_bytes().replace(b"\\ud800", b"\xed\xa0\x80"))
+    with pytest.raises(DamagedError, match=file.name):
+        build_index(copy, tmp_path / "index")

@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from dualform.client.errors import (
     InvalidArgumentError,
     NotFoundError,
     ResourceExhaustedError,
+    UnavailableError,
 )
 from dualform.index import build_index
 from dualform.record import DiskSink, Recorder
@@ -210,8 +211,15 @@ class Machine(RuleBasedStateMachine):
         self.server = ExitStack()
         self.served = self.server.enter_context(serving({"i": self.now.path}))
         self.client = self.server.enter_context(Client(self.served.address, retry=None))
+        end = time.monotonic() + 60
         while not self.served.server._sweeping.done():
-            pass
+            assert time.monotonic() < end, "the sweep does not end"
+            time.sleep(0.001)
+        while True:
+            with suppress(UnavailableError):  # a connection may take long on a busy machine
+                self.client.indexes()
+                return
+            assert time.monotonic() < end, "no connection"
 
     # -- damage ------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ _CHUNK = 8 << 20
 _MOST_JSON = 1 << 30
 """Bytes of a JSON file at most."""
 
+_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 _DIGEST = re.compile(r"[0-9a-f]{16}")
 _MOST_BYTES = 2**62
 _FOLDER = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_DIRECTORY", 0)
@@ -123,7 +124,10 @@ def read_json(path: Path, remedy: str) -> dict[str, Any]:
             raise DamagedError(path, f"{size:,} bytes are no JSON of ours", remedy)
         content = _read_all(fd)
     try:
-        data = json.loads(content, parse_constant=_refuse_constant)
+        data = json.loads(content.decode(), parse_constant=_refuse_constant)
+        if _HALF.search(content):
+            # Half a character, which no file's name and no message can have.
+            json.dumps(data, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise DamagedError(path, f"not valid JSON ({error})", remedy) from None
     if not isinstance(data, dict):
