@@ -6,6 +6,7 @@ replaced by what is no file.
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import shutil
@@ -202,3 +203,14 @@ def test_sealed_nonsense_in_every_file(path: Path, tmp_path: Path) -> None:
             assert outcome(copy, None, name) in ("answered", "refused")
         shutil.rmtree(copy)
     same(ask(path), expected)
+
+
+@pytest.mark.parametrize("number", [10**400, 2**1024, -1e-9])
+def test_a_number_that_no_float_holds(path: Path, tmp_path: Path, number: float) -> None:
+    copy = Path(shutil.copytree(path, tmp_path / "copy"))
+    manifest = json.loads((copy / "manifest.json").read_bytes())
+    manifest.pop("xxh3")
+    manifest["layers"][0]["shards"][0]["max_norm"] = number
+    write_sealed(copy / "manifest.json", manifest)
+    with pytest.raises(DamagedError, match=r"shards\[0\]\.max_norm"):
+        Index.open(copy, device="cpu")

@@ -140,3 +140,14 @@ def test_half_a_character_in_a_name(path: Path, tmp_path: Path, escaped: bool) -
         file.write_bytes(file.read_bytes().replace(b"\\ud800", b"\xed\xa0\x80"))
     with pytest.raises(DamagedError, match=file.name):
         build_index(copy, tmp_path / "index")
+
+
+def test_a_later_segment_with_another_initial_state(path: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(path, tmp_path / "copy"))
+    file = sorted(copy.glob("segments/*.json"))[1]
+    fields = json.loads(file.read_bytes())
+    fields.pop("xxh3")
+    fields["initial"]["xxh3"] = "0" * 16
+    write_sealed(file, fields)
+    with pytest.raises(DamagedError, match=f"{file.name}: initial is not"):
+        build_index(copy, tmp_path / "index")

@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -197,13 +198,13 @@ def other_json(data: Any, chance: random.Random) -> None:
             case 0:
                 del holder[last]
             case 1 if isinstance(old, list) and old:
-                old.append(old[chance.randrange(len(old))])
+                old.append(deepcopy(old[chance.randrange(len(old))]))
             case 2 if isinstance(old, (int, float)) and not isinstance(old, bool):
                 holder[last] = chance.choice((old + 1, old - 1, old * 2, -old, old * 10**6))
             case 3:
                 holder[last] = json.loads(json.dumps(chance.choice(leaves(data))))
             case _:
-                holder[last] = chance.choice(ODD)
+                holder[last] = deepcopy(chance.choice(ODD))  # it may be changed in its turn
 
 
 def leaves(data: Any) -> list[Any]:

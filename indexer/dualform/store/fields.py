@@ -6,7 +6,7 @@ then says anything. What is wrong is a ValueError that names the field: "layers[
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -58,7 +58,7 @@ class Fields:
         value = self.get(name)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise wrong(self.called(name), value, "a number")
-        if not math.isfinite(value) or value < 0:
+        if not 0 <= value <= sys.float_info.max:  # JSON has integers that no float can hold
             raise wrong(self.called(name), value, "finite and not negative")
         return float(value)
 

@@ -104,8 +104,8 @@ def _load_segment(path: Path, number: int, manifest: RecordingManifest) -> Segme
 def _check_sequence(path: Path, segments: Sequence[SegmentTable], steps: int | None) -> None:
     step = block = 0
     for segment in segments:
+        name = path / SEGMENTS / segment_name(segment.number, "json")
         if (segment.first_step, segment.first_block) != (step, block):
-            name = path / SEGMENTS / segment_name(segment.number, "json")
             raise DamagedError(name, "does not follow the segment before it", RERECORD)
         if segment.initial != segments[0].initial:
             raise DamagedError(name, "initial is not the first segment's", RERECORD)
