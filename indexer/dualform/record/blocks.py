@@ -76,7 +76,7 @@ class StepBlocks:
         ]
         if choice.told:
             self.told.add(layer)
-        kept = None if choice.kept.all() else np.flatnonzero(choice.kept)
+        kept = choice.kept
         number = self._number(layer, item, kept)
         if kept is not None:
             if not len(kept):

@@ -18,15 +18,18 @@ class Choice(NamedTuple):
     """Of one pass of one layer.
 
     Attributes:
-        kept: bool [rows].
+        kept: int64, ascending: which rows are recorded; None for all.
         dropped: How many are not, by reason.
         told: One of those has a value that is not zero: the rest of its layer's memory does not
             add up to the layer.
     """
 
-    kept: np.ndarray
+    kept: np.ndarray | None
     dropped: Mapping[str, int]
     told: bool
+
+
+_ALL = Choice(None, {}, False)
 
 
 class StepChoice:
@@ -41,7 +44,8 @@ class StepChoice:
     def __init__(self, sampling: Sampling, step: int) -> None:
         self._sampling = sampling
         self._whole = step % sampling.every == 0
-        self._random = np.random.default_rng([sampling.seed, step])
+        self._step = step
+        self._random: np.random.Generator | None = None
         self._drawn: dict[tuple[int, Shape], np.ndarray] = {}
 
     def draw(self, annotation: Mapping[str, Column], shapes: Sequence[Shape]) -> None:
@@ -69,6 +73,8 @@ class StepChoice:
             columns: What its annotation says of its rows, `rows` among it.
         """
         assert item.value is not None
+        if self._whole and not self._drawn and self._sampling.zero_rows and ROWS not in columns:
+            return _ALL  # as nearly always
         kept = np.full(item.rows, self._whole)
         dropped = {"every": 0 if self._whole else item.rows}
         masks = {
@@ -87,9 +93,12 @@ class StepChoice:
             if not self._sampling.zero_rows:
                 dropped["zero"] = int(np.count_nonzero(kept & ~moved))
                 kept &= moved
-        return Choice(kept, {reason: rows for reason, rows in dropped.items() if rows}, told)
+        rows_kept = None if kept.all() else np.flatnonzero(kept)
+        return Choice(rows_kept, {reason: n for reason, n in dropped.items() if n}, told)
 
     def _draw(self, size: int) -> np.ndarray:
+        if self._random is None:
+            self._random = np.random.default_rng([self._sampling.seed, self._step])
         return self._random.random(size) < self._sampling.sample
 
 
