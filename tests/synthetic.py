@@ -28,7 +28,7 @@ def make_index(
     momentum: float = 0.0,
     trained: bool = True,
     encodings: Sequence[str] = ("float32",),
-    **columns: list[object],
+    **columns: list[object] | np.ndarray,
 ) -> Path:
     """An index of one layer "fc" without bias, whose row t has key t and value t.
 
@@ -67,7 +67,7 @@ def make_recording(
     rows_per_step: int,
     lr: float,
     momentum: float,
-    columns: dict[str, list[object]],
+    columns: dict[str, list[object] | np.ndarray],
     encodings: Sequence[str] = ("float32",),
     examples: Sequence[Examples] = (),
     *,
@@ -127,8 +127,16 @@ def _trained(
         return {"fc.weight": weight.astype(np.float32)}
 
 
-def _column(values: list[object]) -> np.ndarray:
-    return np.array(values, object if isinstance(values[0], str) else None)
+def _column(values: list[object] | np.ndarray) -> np.ndarray:
+    """One entry per row; None where a row has no value."""
+    if isinstance(values, np.ndarray):
+        return values
+    if any(isinstance(value, str) for value in values):
+        return np.array(values, object)
+    missing = [value is None for value in values]
+    if not any(missing):
+        return np.array(values)
+    return np.ma.masked_array([0 if value is None else value for value in values], missing)
 
 
 def stored(rows: np.ndarray, encoding: str) -> bytes:

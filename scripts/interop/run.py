@@ -135,6 +135,7 @@ def _questions() -> list[tuple[str, Any, bool, int]]:
         ("GetIndex", pb.GetIndexRequest(index="i")),
         ("TopK", top_k),
         ("TopK", ranked),
+        ("TopGroups", pb.TopGroupsRequest(layer="2", queries=tensor(4), by="label", k=2)),
         ("Sums", pb.SumsRequest(layer="2", queries=tensor(4), group_by="task", absolute=True)),
         ("Sums", pb.SumsRequest(layer="0", queries=tensor(6), group_by="step", bins=[0, 5, 20])),
         ("DualOutput", pb.DualOutputRequest(layer="0", queries=tensor(6))),

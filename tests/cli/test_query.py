@@ -67,6 +67,43 @@ def test_top_k_by_contribution(memory: Memory, server: str, query_file: Path) ->
     assert table.out.endswith("covers 350 of 600 rows\n")
 
 
+def test_top_groups(memory: Memory, server: str, query_file: Path, tmp_path: Path) -> None:
+    more = ("--by", "label", "-k", 3, "--where", "step < 50", "--order", "smallest")
+    remote = ask("top-groups", server, query_file, *more, "--json")
+    local = dualform(
+        "query", "top-groups", "--local", memory.path, "--layer", "fc", "--query", query_file,
+        *more, "--json",
+    )  # fmt: skip
+    assert local == remote
+    data = answer(remote)
+    queries = np.load(query_file)
+    weights, labels = memory.weights(queries), memory.label[:350]
+    totals = {
+        label: [sum(row[t] for t in range(350) if labels[t] == label) for row in weights]
+        for label in set(labels)
+    }
+    for query in range(len(queries)):
+        expected = sorted(totals, key=lambda label: totals[label][query])[:3]
+        assert data["groups"][query] == expected
+        wanted = [totals[label][query] for label in expected]
+        np.testing.assert_allclose(data["scores"][query], wanted, rtol=1e-5)
+        assert data["counts"][query] == [labels.count(label) for label in expected]
+    assert data["coverage"] == {"rows": 350, "total": 600, "nonfinite": 0}
+    table = ask("top-groups", server, query_file, *more)
+    assert table.out.splitlines()[1].split() == ["rank", "label", "rows", "sum"]
+    assert table.out.endswith("covers 350 of 600 rows\n")
+
+    g = tmp_path / "g.npy"
+    np.save(g, np.eye(5, dtype=np.float32)[[2] * len(queries)])
+    more = ("--by", "label", "--rank-by", "contribution", "--at-step", 50, "--json")
+    along = answer(ask("top-groups", server, query_file, *more, "--direction", g))
+    assert along == answer(ask("top-groups", server, query_file, *more, "--unit", 2))
+    assert along["scores"][0][5:] == [None] * 5
+    np.save(g, np.ones((len(queries), 4), np.float32))
+    wrong = ask("top-groups", server, query_file, *more, "--direction", g)
+    assert (wrong.status, "gives outputs [n, 5]" in wrong.err) == (2, True)
+
+
 def test_distinct_values_bins_and_a_profile(memory: Memory, server: str, query_file: Path) -> None:
     data = answer(ask("top-k", server, query_file, "-k", 3, "--distinct", "task", "--json"))
     assert data["counts"][0][:2] == [memory.task.count(t) for t in data["columns"]["task"][0][:2]]

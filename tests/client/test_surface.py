@@ -20,6 +20,7 @@ from dualform.questions import (
     OutputQuestion,
     StreamWeightsQuestion,
     SumsQuestion,
+    TopGroupsQuestion,
     TopKQuestion,
 )
 
@@ -64,6 +65,7 @@ def test_both_clients_have_the_same_methods() -> None:
 def test_every_question_takes_index_and_timeout() -> None:
     for name in (
         "top_k",
+        "top_groups",
         "sums",
         "profile",
         "dual_output",
@@ -87,6 +89,7 @@ def test_what_is_not_there_yet_is_refused(remote: Client, queries: np.ndarray) -
 
 QUESTIONS = {
     "top_k": TopKQuestion,
+    "top_groups": TopGroupsQuestion,
     "sums": SumsQuestion,
     "profile": SumsQuestion,
     "dual_output": OutputQuestion,

@@ -30,7 +30,8 @@ from dualform.engine.api.index import Index
 from dualform.engine.messages import answers, needs
 from dualform.engine.messages.limits import Limits
 from dualform.questions import (
-    ExplainQuestion, OutputQuestion, StreamWeightsQuestion, SumsQuestion, TopKQuestion
+    ExplainQuestion, OutputQuestion, StreamWeightsQuestion, SumsQuestion, TopGroupsQuestion,
+    TopKQuestion,
 )
 from dualform.serve.memory import anonymous_bytes
 
@@ -74,6 +75,15 @@ rows("sums", SumsQuestion("fc", some, group_by="label", strategy="scan"))
 rows("many-groups", SumsQuestion("fc", some[:32], group_by="single"))
 rows("bins", SumsQuestion("fc", some[:4], group_by="single",
     bins=tuple(np.linspace(0, 30000, 200000).tolist())))
+for kind, queries in (("some", some), ("same", same)):
+    rows(f"top-groups-{kind}", TopGroupsQuestion("fc", queries, "single", k=50))
+    rows(f"top-groups-label-{kind}", TopGroupsQuestion("fc", queries, "label", k=5))
+    rows(f"top-groups-scan-{kind}", TopGroupsQuestion("fc", queries, "label", strategy="scan"))
+    rows(f"top-groups-large-k-{kind}", TopGroupsQuestion("fc", queries[:9], "single", k=16000))
+    ask = {"rank_by": "contribution", "max_residual": 1e9}
+    rows(f"top-groups-unit-{kind}", TopGroupsQuestion("fc", queries, "single", unit=1, **ask))
+    rows(f"top-groups-direction-{kind}",
+        TopGroupsQuestion("fc", queries, "single", direction=queries[:, :d_out], **ask))
 rows("output", OutputQuestion("fc", some, max_residual=1e9))
 rows("output-groups", OutputQuestion("fc", some, group_by="label", max_residual=1e9))
 rows("output-step", OutputQuestion("fc", some, at_step=30, max_residual=1e9))

@@ -167,6 +167,7 @@ def questions() -> list[tuple[str, Any]]:
     return [
         ("TopK", pb.TopKRequest(layer="fc", queries=nothing, k=50)),
         ("TopK", pb.TopKRequest(layer="fc", queries=few, k=20, group_by="label")),
+        ("TopGroups", pb.TopGroupsRequest(layer="fc", queries=nothing, by="single", k=50)),
         ("Sums", pb.SumsRequest(layer="fc", queries=few, group_by="single")),
         ("DualOutput", pb.DualOutputRequest(layer="fc", queries=nothing, group_by="label")),
     ]

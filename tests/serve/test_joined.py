@@ -210,6 +210,7 @@ def questions(n: int) -> list[Any]:
         made += [
             pb.TopKRequest(k=4, **own),
             pb.TopKRequest(k=3, group_by="label", distinct="step", **own),
+            pb.TopGroupsRequest(by="step", k=3, **own),
             pb.SumsRequest(group_by="label", absolute=True, **own),
             pb.DualOutputRequest(at_step=30, group_by="label", **own),
         ]
@@ -217,12 +218,14 @@ def questions(n: int) -> list[Any]:
 
 
 def test_answers_are_those_that_come_alone(served: Served, index: Path) -> None:
-    methods = {"TopKRequest": "TopK", "SumsRequest": "Sums", "DualOutputRequest": "DualOutput"}
     made = questions(12)
     with ThreadPoolExecutor(len(made)) as pool:
         found = list(
             pool.map(
-                lambda own: getattr(served.stub, methods[type(own).__name__])(own, timeout=60), made
+                lambda own: getattr(served.stub, type(own).__name__.removesuffix("Request"))(
+                    own, timeout=60
+                ),
+                made,
             )
         )
     assert max(served.catalog.together) > 2  # type: ignore[attr-defined]
@@ -233,9 +236,10 @@ def test_answers_are_those_that_come_alone(served: Served, index: Path) -> None:
             assert answer == expected
         else:
             slack = np.abs(array(request.queries)).sum() * 20_000
-            np.testing.assert_allclose(
-                array(answer.values), array(expected.values), atol=1e-6 * slack
-            )
+            scores = "scores" if isinstance(request, pb.TopGroupsRequest) else "values"
+            ours, theirs = (array(getattr(each, scores)) for each in (answer, expected))
+            np.testing.assert_allclose(ours, theirs, atol=1e-6 * slack)
+            assert answer.groups == expected.groups
             assert answer.counts == expected.counts
             assert answer.coverage == expected.coverage
     alone.close()

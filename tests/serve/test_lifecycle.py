@@ -219,6 +219,7 @@ def test_reflection_describes_the_service(index: Path) -> None:
             "ListIndexes",
             "GetIndex",
             "TopK",
+            "TopGroups",
             "Sums",
             "DualOutput",
             "Explain",

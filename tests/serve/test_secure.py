@@ -182,6 +182,7 @@ def test_a_token_opens_every_method_and_none_is_open_without(
             "ListIndexes": pb.ListIndexesRequest(),
             "GetIndex": pb.GetIndexRequest(index="one"),
             "TopK": pb.TopKRequest(k=2, **own),
+            "TopGroups": pb.TopGroupsRequest(by="step", k=2, **own),
             "Sums": pb.SumsRequest(group_by="step", **own),
             "DualOutput": pb.DualOutputRequest(**own),
             "Explain": pb.ExplainRequest(index="one", k=1),

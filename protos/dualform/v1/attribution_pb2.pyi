@@ -378,6 +378,54 @@ class TopKResponse(_message.Message):
     index_version: str
     def __init__(self, rows: _Optional[_Union[Tensor, _Mapping]] = ..., scores: _Optional[_Union[Tensor, _Mapping]] = ..., columns: _Optional[_Iterable[_Union[Column, _Mapping]]] = ..., groups: _Optional[_Union[Column, _Mapping]] = ..., coverage: _Optional[_Union[Coverage, _Mapping]] = ..., counts: _Optional[_Union[Tensor, _Mapping]] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., index_version: _Optional[str] = ...) -> None: ...
 
+class TopGroupsRequest(_message.Message):
+    __slots__ = ("index", "layer", "queries", "by", "k", "where", "order", "rank_by", "unit", "at_step", "max_residual", "direction", "strategy", "explain_plan")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    QUERIES_FIELD_NUMBER: _ClassVar[int]
+    BY_FIELD_NUMBER: _ClassVar[int]
+    K_FIELD_NUMBER: _ClassVar[int]
+    WHERE_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
+    RANK_BY_FIELD_NUMBER: _ClassVar[int]
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    AT_STEP_FIELD_NUMBER: _ClassVar[int]
+    MAX_RESIDUAL_FIELD_NUMBER: _ClassVar[int]
+    DIRECTION_FIELD_NUMBER: _ClassVar[int]
+    STRATEGY_FIELD_NUMBER: _ClassVar[int]
+    EXPLAIN_PLAN_FIELD_NUMBER: _ClassVar[int]
+    index: str
+    layer: str
+    queries: Tensor
+    by: str
+    k: int
+    where: Filter
+    order: Order
+    rank_by: RankBy
+    unit: int
+    at_step: int
+    max_residual: float
+    direction: Tensor
+    strategy: Strategy
+    explain_plan: bool
+    def __init__(self, index: _Optional[str] = ..., layer: _Optional[str] = ..., queries: _Optional[_Union[Tensor, _Mapping]] = ..., by: _Optional[str] = ..., k: _Optional[int] = ..., where: _Optional[_Union[Filter, _Mapping]] = ..., order: _Optional[_Union[Order, str]] = ..., rank_by: _Optional[_Union[RankBy, str]] = ..., unit: _Optional[int] = ..., at_step: _Optional[int] = ..., max_residual: _Optional[float] = ..., direction: _Optional[_Union[Tensor, _Mapping]] = ..., strategy: _Optional[_Union[Strategy, str]] = ..., explain_plan: bool = ...) -> None: ...
+
+class TopGroupsResponse(_message.Message):
+    __slots__ = ("groups", "scores", "counts", "coverage", "plan", "index_version")
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    SCORES_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    COVERAGE_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    INDEX_VERSION_FIELD_NUMBER: _ClassVar[int]
+    groups: Column
+    scores: Tensor
+    counts: Tensor
+    coverage: Coverage
+    plan: Plan
+    index_version: str
+    def __init__(self, groups: _Optional[_Union[Column, _Mapping]] = ..., scores: _Optional[_Union[Tensor, _Mapping]] = ..., counts: _Optional[_Union[Tensor, _Mapping]] = ..., coverage: _Optional[_Union[Coverage, _Mapping]] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., index_version: _Optional[str] = ...) -> None: ...
+
 class SumsRequest(_message.Message):
     __slots__ = ("index", "layer", "queries", "group_by", "absolute", "where", "bins", "strategy", "explain_plan")
     INDEX_FIELD_NUMBER: _ClassVar[int]

@@ -29,6 +29,11 @@ class AttributionServiceStub(object):
                 request_serializer=dualform_dot_v1_dot_attribution__pb2.TopKRequest.SerializeToString,
                 response_deserializer=dualform_dot_v1_dot_attribution__pb2.TopKResponse.FromString,
                 )
+        self.TopGroups = channel.unary_unary(
+                '/dualform.v1.AttributionService/TopGroups',
+                request_serializer=dualform_dot_v1_dot_attribution__pb2.TopGroupsRequest.SerializeToString,
+                response_deserializer=dualform_dot_v1_dot_attribution__pb2.TopGroupsResponse.FromString,
+                )
         self.Sums = channel.unary_unary(
                 '/dualform.v1.AttributionService/Sums',
                 request_serializer=dualform_dot_v1_dot_attribution__pb2.SumsRequest.SerializeToString,
@@ -76,6 +81,14 @@ class AttributionServiceServicer(object):
     def TopK(self, request, context):
         """The k rows with the largest (smallest, largest absolute) attention weight or contribution per
         query.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def TopGroups(self, request, context):
+        """The k groups of a column whose rows' weights, or contributions, add up to the largest (smallest,
+        largest absolute) sums per query.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -133,6 +146,11 @@ def add_AttributionServiceServicer_to_server(servicer, server):
                     servicer.TopK,
                     request_deserializer=dualform_dot_v1_dot_attribution__pb2.TopKRequest.FromString,
                     response_serializer=dualform_dot_v1_dot_attribution__pb2.TopKResponse.SerializeToString,
+            ),
+            'TopGroups': grpc.unary_unary_rpc_method_handler(
+                    servicer.TopGroups,
+                    request_deserializer=dualform_dot_v1_dot_attribution__pb2.TopGroupsRequest.FromString,
+                    response_serializer=dualform_dot_v1_dot_attribution__pb2.TopGroupsResponse.SerializeToString,
             ),
             'Sums': grpc.unary_unary_rpc_method_handler(
                     servicer.Sums,
@@ -217,6 +235,23 @@ class AttributionService(object):
         return grpc.experimental.unary_unary(request, target, '/dualform.v1.AttributionService/TopK',
             dualform_dot_v1_dot_attribution__pb2.TopKRequest.SerializeToString,
             dualform_dot_v1_dot_attribution__pb2.TopKResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def TopGroups(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/dualform.v1.AttributionService/TopGroups',
+            dualform_dot_v1_dot_attribution__pb2.TopGroupsRequest.SerializeToString,
+            dualform_dot_v1_dot_attribution__pb2.TopGroupsResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

@@ -1,4 +1,4 @@
-"""Exact answers over an index: top-k, sums, dual output (docs/exactness.md)."""
+"""Exact answers over an index: top-k, top groups, sums, dual output (docs/exactness.md)."""
 
 from dualform.engine.api.index import Index
 from dualform.engine.api.results import (
@@ -6,6 +6,7 @@ from dualform.engine.api.results import (
     DualOutput,
     Explanation,
     Sums,
+    TopGroups,
     TopK,
     WeightsChunk,
 )
@@ -21,6 +22,7 @@ __all__ = [
     "Layer",
     "LayerReport",
     "Sums",
+    "TopGroups",
     "TopK",
     "VerifyReport",
     "WeightsChunk",

@@ -16,6 +16,7 @@ from dualform.questions.questions import (
     RowsQuestion,
     StreamWeightsQuestion,
     SumsQuestion,
+    TopGroupsQuestion,
     TopKQuestion,
 )
 from dualform.questions.wire import message_of, question_of, tensor_of
@@ -32,6 +33,7 @@ __all__ = [
     "RowsQuestion",
     "StreamWeightsQuestion",
     "SumsQuestion",
+    "TopGroupsQuestion",
     "TopKQuestion",
     "message_of",
     "question_of",

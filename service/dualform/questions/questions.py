@@ -90,24 +90,42 @@ class TopKQuestion(Question):
     index: str | None = None
 
     def check(self) -> None:
-        if self.k < 1:
-            raise QuestionError(f"k is {self.k}; it must be an integer, at least 1", field="k")
-        if self.rank_by == "contribution":
-            check_max_residual(self.max_residual)
-            check_direction(self.queries, self.unit, self.direction)
-            return
-        of_contributions = (
-            ("unit", self.unit),
-            ("direction", self.direction),
-            ("at_step", self.at_step),
-            ("max_residual", self.max_residual),
-        )
-        for name, value in of_contributions:
-            if value is not None:
-                raise QuestionError(
-                    f"{name} goes with rank_by='contribution', not with {self.rank_by!r}",
-                    field=name,
-                )
+        check_ranking(self)
+
+
+@dataclass(frozen=True, eq=False)
+class TopGroupsQuestion(Question):
+    """The best groups of one layer's rows: by what their weights, or contributions, add up to.
+
+    Attributes:
+        layer, queries, where, unit, direction, at_step, max_residual, explain_plan, index: As for
+            TopKQuestion.
+        by: The metadata column whose values are the groups; the rows without a value are one too.
+        k: Groups per query; at least 1.
+        order: "absolute" sorts by |sum| descending; sums stay signed.
+        rank_by: What is added up: "weight", or "contribution".
+        strategy: How weights are added up, as for SumsQuestion; contributions know "scan" alone.
+    """
+
+    message: ClassVar[type[Any]] = pb.TopGroupsRequest
+
+    layer: str
+    queries: Queries
+    by: str
+    k: int = 10
+    where: pb.Filter | None = None
+    order: Order = "largest"
+    rank_by: RankBy = "weight"
+    unit: int | None = None
+    direction: Queries | None = None
+    at_step: int | None = None
+    max_residual: float | None = None
+    strategy: SumsStrategy = "auto"
+    explain_plan: bool = False
+    index: str | None = None
+
+    def check(self) -> None:
+        check_ranking(self)
 
 
 @dataclass(frozen=True, eq=False)
@@ -257,6 +275,22 @@ class ExamplesQuestion(Question):
             raise QuestionError("no ids; send at least one example id", field="ids")
 
 
+def check_ranking(question: TopKQuestion | TopGroupsQuestion) -> None:
+    """Refuse a k that finds nothing, and what does not go with the score that is ranked by."""
+    if question.k < 1:
+        raise QuestionError(f"k is {question.k}; it must be an integer, at least 1", field="k")
+    if question.rank_by == "contribution":
+        check_max_residual(question.max_residual)
+        check_direction(question.queries, question.unit, question.direction)
+        return
+    for name in ("unit", "direction", "at_step", "max_residual"):
+        if getattr(question, name) is not None:
+            raise QuestionError(
+                f"{name} goes with rank_by='contribution', not with {question.rank_by!r}",
+                field=name,
+            )
+
+
 def check_max_residual(value: float | None) -> None:
     """Refuse a negative one; infinity allows everything."""
     if value is not None and value < 0:
@@ -286,13 +320,14 @@ def check_direction(queries: Queries, unit: int | None, direction: Queries | Non
         )
 
 
-RowsQuestion: TypeAlias = TopKQuestion | SumsQuestion | OutputQuestion
+RowsQuestion: TypeAlias = TopKQuestion | TopGroupsQuestion | SumsQuestion | OutputQuestion
 """A question with one batch of queries, each of which has an answer of its own."""
 
 QUESTIONS: tuple[type[Question], ...] = (
     IndexesQuestion,
     IndexQuestion,
     TopKQuestion,
+    TopGroupsQuestion,
     SumsQuestion,
     OutputQuestion,
     ExplainQuestion,

@@ -28,7 +28,7 @@ SERVICE = pb.DESCRIPTOR.services_by_name["AttributionService"]
 # Answered from memory, at once, however long the queue is.
 CHEAP = frozenset({"ListIndexes", "GetIndex"})
 # Answered together where they differ in nothing but their queries.
-JOINED = frozenset({"TopK", "Sums", "DualOutput"})
+JOINED = frozenset({"TopK", "TopGroups", "Sums", "DualOutput"})
 
 # Larger requests cost at least so many seconds per byte, which is known before they are decoded.
 _SECONDS_PER_BYTE = 1e-8

@@ -29,16 +29,19 @@ def add_to(commands: Any) -> None:
     top_k = _question(kinds, "top-k", _top_k, "the rows with the largest weight or contribution")
     top_k.add_argument("-k", type=int, default=10, help="rows per query (default 10)")
     top_k.add_argument("--group-by", metavar="COLUMN", help="the k best rows of each value")
-    top_k.add_argument("--order", choices=["largest", "smallest", "absolute"], default="largest")
-    top_k.add_argument("--rank-by", choices=["weight", "contribution"], default="weight")
-    top_k.add_argument("--unit", type=int, metavar="U", help="contributions to output unit U")
-    top_k.add_argument(
-        "--at-step", type=int, metavar="S", help="contributions to the layer after S steps"
-    )
+    _ranking_options(top_k)
     _plan_options(top_k, ["certified", "distinct_keys", "flat", "scan"])
     top_k.add_argument(
         "--distinct", metavar="COLUMN", help="of rows with the same value only the best"
     )
+    what = "the groups whose rows' weights or contributions add up to most"
+    groups = _question(kinds, "top-groups", _top_groups, what)
+    groups.add_argument(
+        "--by", metavar="COLUMN", required=True, help="whose values are the groups: example, label"
+    )
+    groups.add_argument("-k", type=int, default=10, help="groups per query (default 10)")
+    _ranking_options(groups)
+    _plan_options(groups, ["key_sums", "distinct_keys", "scan"])
     sums = _question(kinds, "sums", _sums, "total attention weight per group")
     sums.add_argument("--group-by", metavar="COLUMN", required=True, help="what to sum over")
     sums.add_argument("--absolute", action="store_true", help="sum absolute values")
@@ -56,7 +59,7 @@ def add_to(commands: Any) -> None:
     output = _question(kinds, "output", _output, "the dual output: initial part and contributions")
     output.add_argument("--at-step", type=int, metavar="S", help="the layer after S steps")
     output.add_argument("--group-by", metavar="COLUMN", help="each group's part alone")
-    for command in (top_k, output):
+    for command in (top_k, groups, output):
         command.add_argument(
             "--max-residual",
             type=float,
@@ -64,6 +67,21 @@ def add_to(commands: Any) -> None:
             help="how much of an output no row may explain (default 1e-4)",
         )
     _plan_options(output, ["rebuilt", "parts", "scan"])
+
+
+def _ranking_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--order", choices=["largest", "smallest", "absolute"], default="largest")
+    parser.add_argument("--rank-by", choices=["weight", "contribution"], default="weight")
+    parser.add_argument("--unit", type=int, metavar="U", help="contributions to output unit U")
+    parser.add_argument(
+        "--direction",
+        type=Path,
+        metavar="g.npy",
+        help="contributions along these, float32 [n, d_out], one for each query",
+    )
+    parser.add_argument(
+        "--at-step", type=int, metavar="S", help="contributions to the layer after S steps"
+    )
 
 
 def _plan_options(parser: argparse.ArgumentParser, strategies: list[str]) -> None:
@@ -98,8 +116,12 @@ def _edges(text: str) -> list[float]:
         ) from None
 
 
-def read_queries(path: Path) -> npt.NDArray[np.float32]:
-    """A .npy file as float32 [n, d_in].
+def _directions(path: Path | None) -> npt.NDArray[np.float32] | None:
+    return None if path is None else read_queries(path, "d_out")
+
+
+def read_queries(path: Path, width: str = "d_in") -> npt.NDArray[np.float32]:
+    """A .npy file as float32 [n, d_in], or as directions, [n, d_out].
 
     Raises:
         CommandError: Not there, no .npy file, pickled objects, not float32, not two-dimensional.
@@ -120,7 +142,7 @@ def read_queries(path: Path) -> npt.NDArray[np.float32]:
         raise CommandError(f"{path} holds {queries.dtype}; float32 is needed: {save}")
     if queries.ndim != 2:
         hint = "; save queries.reshape(1, -1) for a single query" if queries.ndim == 1 else ""
-        raise CommandError(f"{path} has shape {list(queries.shape)}; [n, d_in] is needed{hint}")
+        raise CommandError(f"{path} has shape {list(queries.shape)}; [n, {width}] is needed{hint}")
     return queries
 
 
@@ -136,6 +158,7 @@ def _top_k(options: argparse.Namespace) -> int:
             order=options.order,
             rank_by=options.rank_by,
             unit=options.unit,
+            direction=_directions(options.direction),
             at_step=options.at_step,
             distinct=options.distinct,
             max_residual=options.max_residual,
@@ -176,6 +199,49 @@ def _top_k(options: argparse.Namespace) -> int:
             print()
     _print_coverage(hits.coverage)
     _print_plan(hits.plan)
+    return 0
+
+
+def _top_groups(options: argparse.Namespace) -> int:
+    queries = read_queries(options.query)
+    with open_client(options) as client:
+        best = client.top_groups(
+            options.layer,
+            queries,
+            by=options.by,
+            k=options.k,
+            where=options.where,
+            order=options.order,
+            rank_by=options.rank_by,
+            unit=options.unit,
+            direction=_directions(options.direction),
+            at_step=options.at_step,
+            max_residual=options.max_residual,
+            strategy=options.strategy,
+            explain_plan=options.explain_plan,
+            index=options.index,
+            timeout=options.timeout,
+        )
+    if options.json:
+        print_json(
+            {
+                "groups": best.groups,
+                "scores": best.scores,
+                "counts": best.counts,
+                "coverage": _coverage(best.coverage),
+                **_plan(best.plan),
+            }
+        )
+        return 0
+    for query in range(len(queries)):
+        print(f"query {query}")
+        found = best.counts[query] > 0
+        columns = (best.groups, best.counts, best.scores)
+        lines = zip(range(len(found)), *(part[query][found] for part in columns), strict=False)
+        print_table(["rank", options.by, "rows", "sum"], lines)
+        print()
+    _print_coverage(best.coverage)
+    _print_plan(best.plan)
     return 0
 
 

@@ -28,6 +28,7 @@ from dualform.client._results import (
     DualOutputResult,
     Explanation,
     SumsResult,
+    TopGroupsResult,
     TopKResult,
     WeightsChunk,
 )
@@ -79,6 +80,7 @@ __all__ = [
     "Sampling",
     "ServerLimits",
     "SumsResult",
+    "TopGroupsResult",
     "TopKResult",
     "UnauthenticatedError",
     "UnavailableError",

@@ -23,15 +23,8 @@ from dualform.client._info import (
     limits_of,
     summary_of,
 )
-from dualform.client._results import (
-    Explanation,
-    Result,
-    SumsResult,
-    explanations_of,
-    join,
-    join_explanations,
-    sums_of,
-)
+from dualform.client._joining import Result, join, join_explanations
+from dualform.client._results import Explanation, SumsResult, explanations_of, sums_of
 from dualform.client._retry import Deadline, Retry, may_help
 from dualform.client.errors import (
     InvalidArgumentError,
@@ -47,6 +40,7 @@ from dualform.questions import (
     RowsQuestion,
     StreamWeightsQuestion,
     SumsQuestion,
+    TopGroupsQuestion,
     TopKQuestion,
     message_of,
 )
@@ -264,7 +258,7 @@ class Asking:
 def _by_query(question: RowsQuestion) -> dict[str, Any]:
     """What has a row for each query: the queries, and the directions where there are any."""
     found: dict[str, Any] = {"queries": question.queries}
-    if isinstance(question, TopKQuestion) and question.direction is not None:
+    if isinstance(question, (TopKQuestion, TopGroupsQuestion)) and question.direction is not None:
         found["direction"] = question.direction
     return found
 

@@ -83,6 +83,7 @@ class AsyncClient(AsyncDriver):
     indexes = awaited(Client.indexes)
     index = awaited(Client.index)
     top_k = awaited(Client.top_k)
+    top_groups = awaited(Client.top_groups)
     sums = awaited(Client.sums)
     profile = awaited(Client.profile)
     dual_output = awaited(Client.dual_output)

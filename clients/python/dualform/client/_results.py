@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -109,12 +108,51 @@ class TopKResult:
         if self.counts is not None:
             table["count"] = self.counts[hit]
         for name, column in self.columns.items():
-            # Padding had made an object array of it; without padding it is a plain one again.
-            values = column[hit]
-            plain = np.array(values.tolist()) if values.dtype == object and len(values) else values
             key = f"{name}_column" if name in table else name
-            table[key] = plain if plain.dtype.kind in "ifb" else values
+            table[key] = _plain(column[hit])
         return pandas.DataFrame(table)
+
+
+@dataclass(frozen=True, eq=False)
+class TopGroupsResult:
+    """The k best groups per query: by what the weights, or contributions, of their rows add up to.
+
+    Attributes:
+        groups: [n, k], the groups' values: int64, float64 or bool where every place holds one;
+            otherwise, and for text, an object array. None is the group of the rows without a value;
+            where fewer groups have rows it is there too, with a count of 0.
+        scores: float64 [n, k], the sums; NaN where fewer groups have rows.
+        counts: int64 [n, k], how many rows were added up; 0 where fewer groups have rows.
+        coverage: How many rows took part.
+        plan: How the answer was found; None without `explain_plan`.
+        index_version: Which version of the index answered; the same for the same files.
+    """
+
+    groups: npt.NDArray[Any]
+    scores: npt.NDArray[np.float64]
+    counts: npt.NDArray[np.int64]
+    coverage: Coverage
+    plan: ChosenPlan | None = None
+    index_version: str = ""
+
+    def to_pandas(self) -> pd.DataFrame:
+        """One line per group: query, rank (from 0), group, score, count; without padding.
+
+        Raises:
+            FailedPreconditionError: pandas is not installed.
+        """
+        pandas = _pandas()
+        found = self.counts > 0
+        places = np.nonzero(found)
+        return pandas.DataFrame(
+            {
+                "query": places[0],
+                "rank": places[1],
+                "group": _plain(self.groups[found]),
+                "score": self.scores[found],
+                "count": self.counts[found],
+            }
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -250,6 +288,21 @@ def top_k_of(message: pb.TopKResponse) -> TopKResult:
     )
 
 
+def top_groups_of(message: pb.TopGroupsResponse) -> TopGroupsResult:
+    """From the wire."""
+    scores, counts = array_of(message.scores), array_of(message.counts)
+    if scores.ndim != 2 or counts.shape != scores.shape:
+        raise InternalError(f"sums have shape {scores.shape}, counts {counts.shape}")
+    return TopGroupsResult(
+        groups=column_of(message.groups, scores.shape),
+        scores=scores,
+        counts=counts,
+        coverage=_coverage(message.coverage),
+        plan=_plan_of(message),
+        index_version=message.index_version,
+    )
+
+
 def sums_of(message: pb.SumsResponse) -> SumsResult:
     """From the wire."""
     values = array_of(message.values)
@@ -306,63 +359,12 @@ def explanations_of(message: pb.ExplainResponse) -> list[Explanation]:
     ]
 
 
-def join_explanations(parts: Sequence[Explanation]) -> Explanation:
-    """As `join`, of each answer."""
-    first = parts[0]
-    return Explanation(
-        None if first.top_k is None else join([part.top_k for part in parts if part.top_k]),
-        None if first.sums is None else join([part.sums for part in parts if part.sums]),
-        None if first.output is None else join([part.output for part in parts if part.output]),
-        first.index_version,
-    )
-
-
-Result = TypeVar("Result", TopKResult, SumsResult, DualOutputResult)
-
-
-def join(parts: Sequence[Result]) -> Result:
-    """The answer to a batch from the answers to its parts, in order.
-
-    Raises:
-        FailedPreconditionError: The parts come from different memories.
-    """
-    first = parts[0]
-    if len(parts) == 1:
-        return first
-    if any(_memory(part) != _memory(first) for part in parts):
-        raise FailedPreconditionError(
-            "the index changed while this batch was answered in parts; ask again",
-            reason="INDEX_CHANGED",
-        )
-    joined: dict[str, Any] = {}
-    for name in ("rows", "scores", "values", "initial", "trained", "residual"):
-        arrays = [getattr(part, name, None) for part in parts]
-        present = [array for array in arrays if array is not None]
-        if present:
-            joined[name] = np.concatenate(present)
-    if isinstance(first, TopKResult):
-        if first.counts is not None:
-            joined["counts"] = np.concatenate([part.counts for part in parts])
-        joined["columns"] = {
-            name: np.concatenate([part[name] for part in parts])  # type: ignore[index]
-            for name in first.columns
-        }
-    return dataclasses.replace(first, **joined)
-
-
-def _memory(part: TopKResult | SumsResult | DualOutputResult) -> tuple[object, ...]:
-    # Groups as text: a NaN group is not equal to itself.
-    columns = sorted(part.columns) if isinstance(part, TopKResult) else None
-    trained = getattr(part, "trained", None) is None
-    return repr(part.groups), repr(part.coverage), columns, trained, part.index_version
-
-
 def _coverage(message: pb.Coverage) -> Coverage:
     return Coverage(message.rows, message.total, message.nonfinite, message.dropped)
 
 
 def _plan_of(
-    message: pb.TopKResponse | pb.SumsResponse | pb.DualOutputResponse,
+    message: pb.TopKResponse | pb.TopGroupsResponse | pb.SumsResponse | pb.DualOutputResponse,
 ) -> ChosenPlan | None:
     if not message.HasField("plan"):
         return None
@@ -374,6 +376,12 @@ def _plan_of(
     plan = message.plan
     costs = {name(cost.strategy): cost.seconds for cost in plan.costs}
     return ChosenPlan(name(plan.strategy), plan.reason, costs)
+
+
+def _plain(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """A column's values; those that padding alone had made an object array are plain again."""
+    plain = np.array(values.tolist()) if values.dtype == object and len(values) else values
+    return plain if plain.dtype.kind in "ifb" else values
 
 
 def _label_dtype(groups: list[Any]) -> Any:

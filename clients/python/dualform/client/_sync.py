@@ -18,10 +18,12 @@ from dualform.client._results import (
     DualOutputResult,
     Explanation,
     SumsResult,
+    TopGroupsResult,
     TopKResult,
     WeightsChunk,
     dual_output_of,
     sums_of,
+    top_groups_of,
     top_k_of,
     weights_of,
 )
@@ -33,6 +35,7 @@ from dualform.questions import (
     OutputQuestion,
     StreamWeightsQuestion,
     SumsQuestion,
+    TopGroupsQuestion,
     TopKQuestion,
 )
 from dualform.questions.questions import (
@@ -205,6 +208,71 @@ class Client(Driver):
             index=index,
         )
         return self._run(self._asking.rows(question, where, timeout, top_k_of))
+
+    def top_groups(
+        self,
+        layer: str,
+        queries: object,
+        *,
+        by: str,
+        k: int = 10,
+        where: str | Filter | None = None,
+        order: Order = "largest",
+        rank_by: RankBy = "weight",
+        unit: int | None = None,
+        direction: object = None,
+        at_step: int | None = None,
+        max_residual: float | None = None,
+        strategy: SumsStrategy = "auto",
+        explain_plan: bool = False,
+        index: str | None = None,
+        timeout: float | None = None,
+    ) -> TopGroupsResult:
+        """The k groups whose rows' attention weights, or contributions, add up to most per query.
+
+        With `by="example"` the training examples behind an output, where `top_k` gives their rows:
+        an example has one in every epoch. Rows without a value are a group too, None.
+
+        Args:
+            layer: As in `model.named_modules()`.
+            queries: As for `top_k`.
+            by: The metadata column whose values are the groups.
+            k: Groups per query; of any number, the others are not sent.
+            where: Which rows are added up, as for `top_k`.
+            order: By sum: "largest", "smallest", or "absolute" (by |sum|, sums stay signed).
+            rank_by: What is added up: "weight", or "contribution" (see `top_k`) to `unit`, or along
+                `direction`; one of the two is needed.
+            unit, direction, at_step, max_residual: As for `top_k`.
+            strategy: "auto", or by weight "key_sums", "distinct_keys" or "scan", as for `sums`.
+            explain_plan: As for `top_k`.
+            index: Its name; None where one is served.
+            timeout: Seconds.
+
+        Returns:
+            Groups and their sums, float64 [n, k], with the rows of each; of equal sums the lower
+            group comes first, None last.
+
+        Raises:
+            InvalidArgumentError: As for `top_k`; a column in which no row has a value.
+            NotFoundError, FailedPreconditionError, ResourceExhaustedError: As for `top_k`.
+        """
+        question = TopGroupsQuestion(
+            layer=layer,
+            queries=query_matrix(queries),
+            by=by,
+            k=k,
+            where=filter_of(where),
+            order=order,
+            rank_by=rank_by,
+            unit=unit,
+            direction=direction_matrix(direction),
+            at_step=at_step,
+            max_residual=max_residual,
+            strategy=strategy,
+            explain_plan=explain_plan,
+            index=index,
+        )
+        return self._run(self._asking.rows(question, where, timeout, top_groups_of))
 
     def sums(
         self,

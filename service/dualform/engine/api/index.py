@@ -17,9 +17,16 @@ from dualform.engine.api.examples import Examples
 from dualform.engine.api.explain import explain
 from dualform.engine.api.keywords import Keywords
 from dualform.engine.api.opened import Opened, check_target, query_tensor
-from dualform.engine.api.results import DualOutput, Explanation, Sums, TopK, WeightsChunk
+from dualform.engine.api.results import (
+    DualOutput,
+    Explanation,
+    Sums,
+    TopGroups,
+    TopK,
+    WeightsChunk,
+)
 from dualform.engine.api.top_k import top_k
-from dualform.engine.api.totals import dual_output, sums
+from dualform.engine.api.totals import dual_output, sums, top_groups
 from dualform.engine.context import own_settings
 from dualform.engine.errors import DataLossError, FailedPreconditionError, NotFoundError
 from dualform.engine.memory.layer import Layer, open_layer
@@ -39,6 +46,7 @@ from dualform.questions import (
     RowsQuestion,
     StreamWeightsQuestion,
     SumsQuestion,
+    TopGroupsQuestion,
     TopKQuestion,
 )
 from dualform.store.errors import DamagedError
@@ -154,11 +162,15 @@ class Index(Keywords):
     @overload
     def ask(self, question: TopKQuestion, stop: Stop | None = None) -> TopK: ...
     @overload
+    def ask(self, question: TopGroupsQuestion, stop: Stop | None = None) -> TopGroups: ...
+    @overload
     def ask(self, question: SumsQuestion, stop: Stop | None = None) -> Sums: ...
     @overload
     def ask(self, question: OutputQuestion, stop: Stop | None = None) -> DualOutput: ...
 
-    def ask(self, question: RowsQuestion, stop: Stop | None = None) -> TopK | Sums | DualOutput:
+    def ask(
+        self, question: RowsQuestion, stop: Stop | None = None
+    ) -> TopK | TopGroups | Sums | DualOutput:
         """Answer a question about rows.
 
         Args:
@@ -169,6 +181,8 @@ class Index(Keywords):
         with self._guarded(layer):
             if isinstance(question, TopKQuestion):
                 return top_k(self._opened, layer, question, stop)
+            if isinstance(question, TopGroupsQuestion):
+                return top_groups(self._opened, layer, question, stop)
             if isinstance(question, SumsQuestion):
                 return sums(self._opened, layer, question, stop)
             return dual_output(self._opened, layer, question, stop)
@@ -221,14 +235,16 @@ class Index(Keywords):
         NotFoundError."""
         layer = self.layer(question.layer)
         query_tensor(layer, question.queries)
-        if isinstance(question, TopKQuestion) and question.direction is not None:
-            check_target(layer, None, question.direction)
+        if isinstance(question, (TopKQuestion, TopGroupsQuestion)):
+            direction = question.direction
+            if direction is not None:
+                check_target(layer, None, direction)
 
-    def group_count(self, layer: str, group_by: str | None) -> int:
-        """How many groups a column makes; 1 without."""
+    def group_count(self, layer: str, group_by: str | None, field: str = "group_by") -> int:
+        """How many groups a column makes, which the request named in this field; 1 without."""
         if group_by is None:
             return 1
-        return len(self.layer(layer).space.grouping(group_by).values)
+        return len(self.layer(layer).space.grouping(group_by, field).values)
 
     def examples(self, ids: Sequence[int | str]) -> list[bytes | str | None]:
         """Payloads by example id, None where there is none."""

@@ -12,7 +12,14 @@ from typing import overload
 import numpy as np
 
 from dualform.engine.api.opened import refusals
-from dualform.engine.api.results import DualOutput, Explanation, Sums, TopK, WeightsChunk
+from dualform.engine.api.results import (
+    DualOutput,
+    Explanation,
+    Sums,
+    TopGroups,
+    TopK,
+    WeightsChunk,
+)
 from dualform.engine.errors import InvalidArgumentError
 from dualform.engine.memory.shards import Stop
 from dualform.engine.totals.streams import CHUNK_BYTES
@@ -22,6 +29,7 @@ from dualform.questions import (
     RowsQuestion,
     StreamWeightsQuestion,
     SumsQuestion,
+    TopGroupsQuestion,
     TopKQuestion,
 )
 from dualform.questions.questions import (
@@ -40,11 +48,15 @@ class Keywords:
     @overload
     def ask(self, question: TopKQuestion, stop: Stop | None = None) -> TopK: ...
     @overload
+    def ask(self, question: TopGroupsQuestion, stop: Stop | None = None) -> TopGroups: ...
+    @overload
     def ask(self, question: SumsQuestion, stop: Stop | None = None) -> Sums: ...
     @overload
     def ask(self, question: OutputQuestion, stop: Stop | None = None) -> DualOutput: ...
     @abstractmethod
-    def ask(self, question: RowsQuestion, stop: Stop | None = None) -> TopK | Sums | DualOutput:
+    def ask(
+        self, question: RowsQuestion, stop: Stop | None = None
+    ) -> TopK | TopGroups | Sums | DualOutput:
         """See Index.ask."""
 
     @abstractmethod
@@ -96,6 +108,41 @@ class Keywords:
                 distinct=distinct,
                 strategy=strategy,
                 max_residual=max_residual,
+            )
+        return self.ask(question, stop)
+
+    def top_groups(
+        self,
+        layer: str,
+        queries: np.ndarray,
+        by: str,
+        k: int,
+        *,
+        where: pb.Filter | None = None,
+        order: Order = "largest",
+        rank_by: RankBy = "weight",
+        unit: int | None = None,
+        direction: np.ndarray | None = None,
+        at_step: int | None = None,
+        max_residual: float | None = None,
+        strategy: SumsStrategy = "auto",
+        stop: Stop | None = None,
+    ) -> TopGroups:
+        """See TopGroupsQuestion."""
+        with refusals():
+            question = TopGroupsQuestion(
+                layer,
+                queries,
+                by,
+                k=k,
+                where=where,
+                order=order,
+                rank_by=rank_by,
+                unit=unit,
+                direction=direction,
+                at_step=at_step,
+                max_residual=max_residual,
+                strategy=strategy,
             )
         return self.ask(question, stop)
 

@@ -13,9 +13,11 @@ from dualform.engine.errors import FailedPreconditionError, InvalidArgumentError
 from dualform.engine.memory.layer import Layer
 from dualform.engine.memory.shards import Stop
 from dualform.engine.plan.planner import Planner
+from dualform.engine.topk.contribution import Contribution
+from dualform.engine.totals.coefficients import layer_coefficients
 from dualform.engine.totals.metric import UnitMetric, UnitMetrics
 from dualform.engine.totals.outputs import DualOutputs
-from dualform.questions import QuestionError
+from dualform.questions import MAX_RESIDUAL, QuestionError, TopGroupsQuestion, TopKQuestion
 from dualform.store.ledger import Ledger
 
 
@@ -117,3 +119,27 @@ def last_step(layer: Layer, ledger: Ledger, at_step: int | None) -> int:
                 reason="INEXACT",
             )
     return end
+
+
+def asked_contribution(
+    opened: Opened, layer: Layer, question: TopKQuestion | TopGroupsQuestion
+) -> tuple[Contribution, int]:
+    """What is ranked by contribution, and the step before which rows take part.
+
+    Raises:
+        InvalidArgumentError: No such unit or step, or directions that are none of the layer's.
+        FailedPreconditionError: The layer is not exact there, or has no values.
+    """
+    check_target(layer, question.unit, question.direction)
+    end = last_step(layer, opened.ledger, question.at_step)
+    if question.at_step is None:
+        most = MAX_RESIDUAL if question.max_residual is None else question.max_residual
+        opened.outputs.check(layer, query_tensor(layer, question.queries), most)
+    coefficients = None
+    if opened.ledger.family.scalar:
+        coefficients = layer_coefficients(opened.ledger, layer.manifest, end)
+    if question.direction is not None:
+        directions = torch.from_numpy(np.array(question.direction, np.float32, order="C"))
+        return Contribution(coefficients, directions=directions), end
+    assert question.unit is not None
+    return Contribution(coefficients, question.unit), end

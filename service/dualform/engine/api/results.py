@@ -63,6 +63,26 @@ class TopK:
 
 
 @dataclass(frozen=True)
+class TopGroups:
+    """The best groups, by (sum in the order asked for, the group's value ascending, null last).
+
+    Attributes:
+        groups: [n * k] row-major, the groups' values; null for the rows without one, and where
+            fewer groups have rows.
+        scores: float64 [n, k], what their rows add up to; NaN where fewer groups have rows.
+        counts: int64 [n, k], the rows of them that took part; 0 where fewer groups have rows.
+        coverage: Rows taken into account.
+        plan: How the answer was found.
+    """
+
+    groups: pa.Array
+    scores: np.ndarray
+    counts: np.ndarray
+    coverage: Coverage
+    plan: Plan
+
+
+@dataclass(frozen=True)
 class Sums:
     """Total attention weight per group.
 

@@ -8,21 +8,19 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from dualform.engine.api.opened import Opened, check_target, last_step, query_tensor
+from dualform.engine.api.opened import Opened, asked_contribution, query_tensor
 from dualform.engine.api.results import Coverage, TopK
 from dualform.engine.memory.layer import Layer
 from dualform.engine.memory.shards import Stop
 from dualform.engine.plan.plan import Plan, check_strategy
 from dualform.engine.topk import scan
-from dualform.engine.topk.contribution import Contribution
 from dualform.engine.topk.distinct import counts as distinct_counts
 from dualform.engine.topk.distinct_keys import DistinctKeys, by_distinct_keys, distinct_keys_apply
 from dualform.engine.topk.followed import best_by_metric
 from dualform.engine.topk.followed_along import best_along
 from dualform.engine.topk.ranking import Ranking
 from dualform.engine.topk.top_k import Hits
-from dualform.engine.totals.coefficients import layer_coefficients
-from dualform.questions import MAX_RESIDUAL, TopKQuestion
+from dualform.questions import TopKQuestion
 
 
 def top_k(opened: Opened, layer: Layer, question: TopKQuestion, stop: Stop | None) -> TopK:
@@ -131,20 +129,7 @@ def _ranking(opened: Opened, layer: Layer, question: TopKQuestion) -> tuple[Rank
     """What is ranked, and the step before which rows take part."""
     contribution, end = None, None
     if question.rank_by == "contribution":
-        check_target(layer, question.unit, question.direction)
-        end = last_step(layer, opened.ledger, question.at_step)
-        if question.at_step is None:
-            most = MAX_RESIDUAL if question.max_residual is None else question.max_residual
-            opened.outputs.check(layer, query_tensor(layer, question.queries), most)
-        coefficients = None
-        if opened.ledger.family.scalar:
-            coefficients = layer_coefficients(opened.ledger, layer.manifest, end)
-        if question.direction is not None:
-            directions = torch.from_numpy(np.array(question.direction, np.float32, order="C"))
-            contribution = Contribution(coefficients, directions=directions)
-        else:
-            assert question.unit is not None
-            contribution = Contribution(coefficients, question.unit)
+        contribution, end = asked_contribution(opened, layer, question)
     grouping = distinct = None
     if question.group_by is not None:
         grouping = layer.space.grouping(question.group_by)

@@ -1,13 +1,18 @@
-"""The answers to SumsQuestion and OutputQuestion: groups and filters looked up, totals computed."""
+"""The answers to SumsQuestion, TopGroupsQuestion and OutputQuestion: groups and filters looked up,
+totals computed."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import numpy as np
+import pyarrow as pa
 
-from dualform.engine.api.opened import Opened, last_step, query_tensor
-from dualform.engine.api.results import Coverage, DualOutput, Sums
+from dualform.engine.api.opened import Opened, asked_contribution, last_step, query_tensor
+from dualform.engine.api.results import Coverage, DualOutput, Sums, TopGroups
+from dualform.engine.errors import InvalidArgumentError
+from dualform.engine.groups.best import BestGroups
+from dualform.engine.groups.ranked import PreparedRanking, rank_groups
 from dualform.engine.memory.layer import Layer
 from dualform.engine.memory.shards import Stop
 from dualform.engine.plan.plan import Plan
@@ -17,7 +22,7 @@ from dualform.engine.totals import sums as totals
 from dualform.engine.totals.outputs import PreparedOutput
 from dualform.engine.totals.stored_parts import whole_groups
 from dualform.engine.totals.sums import PreparedSums
-from dualform.questions import MAX_RESIDUAL, OutputQuestion, SumsQuestion
+from dualform.questions import MAX_RESIDUAL, OutputQuestion, SumsQuestion, TopGroupsQuestion
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,51 @@ def sums_result(layer: Layer, counted: CountedSums, found: np.ndarray, plan: Pla
     prepared = counted.prepared
     coverage = Coverage.of(layer, prepared.selected)
     return Sums(prepared.grouping.values, found, counted.counts, coverage, plan)
+
+
+def top_groups(
+    opened: Opened, layer: Layer, question: TopGroupsQuestion, stop: Stop | None
+) -> TopGroups:
+    """The groups of a column whose rows' weights, or contributions, add up to most.
+
+    A row that is not finite makes its group's total so, and the group is never ranked.
+    """
+    queries, grouping = (
+        query_tensor(layer, question.queries),
+        layer.space.grouping(question.by, "by"),
+    )
+    if len(grouping.values) and grouping.values.null_count == len(grouping.values):
+        raise InvalidArgumentError(
+            f"no row has a value in column {question.by!r}, so there are no groups to rank; name "
+            "another, or record it with annotate()",
+            field="by",
+            reason="EMPTY_COLUMN",
+        )
+    contribution = end = find = None
+    if question.rank_by == "contribution":
+        contribution, end = asked_contribution(opened, layer, question)
+        find = opened.metric_finder(layer, end, stop)
+    selected = layer.space.select(question.where, end, stop)
+    counts = layer.space.count(question.by, selected)
+    added = PreparedSums(queries, grouping, layer.space.run_codes(question.by), False, selected)
+    ranking = PreparedRanking(added, counts, question.k, question.order, contribution, find)
+    found, plan = rank_groups(layer, ranking, question.strategy, opened.device, stop)
+    return _groups_result(layer, ranking, found, plan)
+
+
+def _groups_result(
+    layer: Layer, ranking: PreparedRanking, found: BestGroups, plan: Plan
+) -> TopGroups:
+    """The answer, of the groups' numbers."""
+    codes, values = found.codes.reshape(-1), ranking.sums.grouping.values
+    counts = np.append(ranking.counts, 0)[found.codes]  # -1 is the last
+    return TopGroups(
+        groups=values.take(pa.array(codes, mask=codes < 0)),
+        scores=found.scores,
+        counts=counts,
+        coverage=Coverage.of(layer, ranking.sums.selected),
+        plan=plan,
+    )
 
 
 def dual_output(

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from dualform.engine.api.index import Index
-from dualform.engine.api.results import DualOutput, Sums, TopK
+from dualform.engine.api.results import DualOutput, Sums, TopGroups, TopK
 from dualform.engine.errors import CancelledError, EngineError, ResourceExhaustedError
 from dualform.engine.memory.layer import Layer
 from dualform.engine.memory.shards import Stop
@@ -25,6 +25,7 @@ from dualform.questions import (
     RowsQuestion,
     StreamWeightsQuestion,
     SumsQuestion,
+    TopGroupsQuestion,
     TopKQuestion,
 )
 from dualform.v1 import attribution_pb2 as pb
@@ -35,7 +36,7 @@ _GROUP_BYTES = 8 + 9
 
 
 def about_rows(index: Index, question: RowsQuestion, limits: Limits, stop: Stop | None) -> Any:
-    """Answer a TopKQuestion, SumsQuestion or OutputQuestion."""
+    """Answer a TopKQuestion, TopGroupsQuestion, SumsQuestion or OutputQuestion."""
     check_size(index, question, limits)
     take(index, question, limits)
     return response_of(question, index.ask(question, stop))
@@ -56,6 +57,8 @@ def check_size(index: Index, question: RowsQuestion, limits: Limits) -> int:
     """Refuse what is over a limit; the bytes that each query adds to the answer."""
     limits.check_queries(len(question.queries))
     wire.check_filter(question.where)
+    if isinstance(question, TopGroupsQuestion):
+        return _check_groups(index, question, limits)
     groups = index.group_count(question.layer, question.group_by)
     beside = _group_bytes(index.layer(question.layer), question.group_by)
     layer, remedy = index.layer(question.layer), "grouped by a column with fewer values"
@@ -78,8 +81,19 @@ def check_size(index: Index, question: RowsQuestion, limits: Limits) -> int:
     return size
 
 
-def response_of(question: RowsQuestion, found: TopK | Sums | DualOutput) -> Any:
+def _check_groups(index: Index, question: TopGroupsQuestion, limits: Limits) -> int:
+    """`check_size` of the best groups: of those alone that come back."""
+    limits.check_k(question.k)
+    index.group_count(question.layer, question.by, "by")
+    size = question.k * responses.group_bytes(index.layer(question.layer), question.by)
+    limits.check_answers(len(question.queries), size, "with a smaller k")
+    return size
+
+
+def response_of(question: RowsQuestion, found: TopK | TopGroups | Sums | DualOutput) -> Any:
     """The response message to one of `about_rows`' questions."""
+    if isinstance(question, TopGroupsQuestion) and isinstance(found, TopGroups):
+        return responses.top_groups(question, found)
     if isinstance(question, TopKQuestion) and isinstance(found, TopK):
         return responses.top_k(question, found)
     if isinstance(question, SumsQuestion) and isinstance(found, Sums):

@@ -15,12 +15,12 @@ import numpy as np
 
 from dualform.engine.api.index import Index
 from dualform.engine.api.opened import refusals
-from dualform.engine.api.results import DualOutput, Sums, TopK
+from dualform.engine.api.results import DualOutput, Sums, TopGroups, TopK
 from dualform.engine.errors import EngineError
 from dualform.engine.memory.shards import Stop
 from dualform.engine.messages.answers import check_size, response_of, take
 from dualform.engine.messages.limits import Limits
-from dualform.questions import RowsQuestion, TopKQuestion, question_of
+from dualform.questions import RowsQuestion, TopGroupsQuestion, TopKQuestion, question_of
 
 
 def answer_together(
@@ -30,7 +30,8 @@ def answer_together(
 
     Args:
         index: Which all of them ask.
-        requests: TopKRequests, SumsRequests or DualOutputRequests, alike but for `queries`.
+        requests: TopKRequests, TopGroupsRequests, SumsRequests or DualOutputRequests, alike but for
+            `queries` and `direction`.
         limits: For each of them, and for how much is worked on at a time.
         stop: Returns True once nobody waits for any answer.
 
@@ -82,12 +83,13 @@ def _joined(questions: Sequence[RowsQuestion]) -> RowsQuestion:
     """One question with the queries, and directions, of all."""
     first = questions[0]
     queries = np.concatenate([question.queries for question in questions])
-    if not isinstance(first, TopKQuestion) or first.direction is None:
+    ranked = (TopKQuestion, TopGroupsQuestion)
+    if not isinstance(first, ranked) or first.direction is None:
         return replace(first, queries=queries)
     directions = [
         question.direction
         for question in questions
-        if isinstance(question, TopKQuestion) and question.direction is not None
+        if isinstance(question, ranked) and question.direction is not None
     ]
     return replace(first, queries=queries, direction=np.concatenate(directions))
 
@@ -103,7 +105,7 @@ def _as_many_as_fit(waiting: Sequence[_Waiting], limits: Limits) -> int:
     return len(waiting)
 
 
-def _part(found: Any, first: int, last: int) -> TopK | Sums | DualOutput:
+def _part(found: Any, first: int, last: int) -> TopK | TopGroups | Sums | DualOutput:
     """The answer to the queries from first to last, of the answer to all."""
     span = slice(first, last)
     if isinstance(found, TopK):
@@ -116,6 +118,10 @@ def _part(found: Any, first: int, last: int) -> TopK | Sums | DualOutput:
         return replace(
             found, rows=found.rows[span], scores=found.scores[span], counts=counts, columns=columns
         )
+    if isinstance(found, TopGroups):
+        each = found.scores.shape[1]
+        groups = found.groups.slice(first * each, (last - first) * each)
+        return replace(found, groups=groups, scores=found.scores[span], counts=found.counts[span])
     if isinstance(found, Sums):
         return replace(found, values=found.values[span])
     assert isinstance(found, DualOutput)

@@ -36,6 +36,7 @@ from dualform.questions import (
     Question,
     StreamWeightsQuestion,
     SumsQuestion,
+    TopGroupsQuestion,
     TopKQuestion,
     question_of,
 )
@@ -203,7 +204,7 @@ class Catalog:
         """Answer requests that differ in nothing but their queries, each as `answer` would.
 
         Args:
-            requests: TopKRequests, SumsRequests or DualOutputRequests.
+            requests: TopKRequests, TopGroupsRequests, SumsRequests or DualOutputRequests.
             stop: Returns True once nobody waits for any of the answers.
 
         Returns:
@@ -350,6 +351,7 @@ _ANSWERS: dict[type[Question], _Answer] = {
     IndexesQuestion: Catalog._list_indexes,
     IndexQuestion: Catalog._get_index,
     TopKQuestion: _of_one_index(answers.about_rows),
+    TopGroupsQuestion: _of_one_index(answers.about_rows),
     SumsQuestion: _of_one_index(answers.about_rows),
     OutputQuestion: _of_one_index(answers.about_rows),
     ExplainQuestion: _of_one_index(answers.explain),

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dualform.engine.api.index import Index
+from dualform.engine.groups import ranked
 from dualform.engine.memory.layer import Layer
 from dualform.engine.memory.shards import TILE_BYTES, tile_rows
 from dualform.engine.messages import responses
@@ -29,6 +30,7 @@ from dualform.questions import (
     RowsQuestion,
     StreamWeightsQuestion,
     SumsQuestion,
+    TopGroupsQuestion,
     TopKQuestion,
 )
 from dualform.v1 import attribution_pb2 as pb
@@ -43,6 +45,8 @@ _CANDIDATE = 160
 _PAIR = 200
 # Of such a pair where weights are only added up: in float32, ordered, and in float64.
 _WEIGHT = 24
+# Of such a pair where contributions are: weights, coefficients and values' products in float64.
+_CONTRIBUTION = 60
 # Of a row that takes part or not: masks, and which are left.
 _ROW = 16
 # Of a layer's row for each column that is looked at for the first time: codes and bitmaps.
@@ -57,8 +61,10 @@ _METRIC_ROW = 240
 
 
 def of_rows(index: Index, question: RowsQuestion) -> int:
-    """For a TopKQuestion, SumsQuestion or OutputQuestion."""
+    """For a TopKQuestion, TopGroupsQuestion, SumsQuestion or OutputQuestion."""
     layer, n = index.layer(question.layer), len(question.queries)
+    if isinstance(question, TopGroupsQuestion):
+        return _top_groups(index, layer, question)
     groups = index.group_count(question.layer, question.group_by)
     size = _CALL + _queries(layer, n) + _selection(layer, question.where, question.group_by)
     if isinstance(question, TopKQuestion):
@@ -183,6 +189,24 @@ def _sums(layer: Layer, n: int, groups: int) -> int:
         + 5 * 8 * n * groups
         + 64 * groups
     )
+
+
+def _top_groups(index: Index, layer: Layer, question: TopGroupsQuestion) -> int:
+    n, groups = len(question.queries), index.group_count(question.layer, question.by, "by")
+    block = min(n, ranked.block_queries(groups))
+    size = _CALL + _queries(layer, n) + _selection(layer, question.where, question.by)
+    # Of a group, beside the sums: counts, whether its sum is finite, its merit, and an order.
+    size += 60 * groups + 4 * n * question.k * (responses.group_bytes(layer, question.by) + 16)
+    size += n * question.k * 2 * longest_text(layer.space.columns[question.by])
+    if question.rank_by == "weight":
+        return size + _sums(layer, block, groups)
+    numbers = layer.d_in * layer.d_out
+    size += 60 * n * layer.d_out + 24 * numbers + 5 * 8 * block * groups
+    if index.ledger.family.scalar:
+        tile = tile_rows(max(layer.d_in, layer.d_out), block)
+        return size + 6 * TILE_BYTES + _CONTRIBUTION * block * min(layer.rows, tile)
+    scores = 16 * layer.rows * min(n, ranked.block_scores(layer.rows))
+    return size + 40 * index.ledger.steps * layer.d_in + _FOLLOWED * numbers + scores
 
 
 def _output(index: Index, layer: Layer, n: int, groups: int, grouped: bool) -> int:

@@ -4,11 +4,26 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-from dualform.engine.api.results import Coverage, DualOutput, Explanation, Sums, TopK, WeightsChunk
+from dualform.engine.api.results import (
+    Coverage,
+    DualOutput,
+    Explanation,
+    Sums,
+    TopGroups,
+    TopK,
+    WeightsChunk,
+)
 from dualform.engine.memory.layer import Layer
 from dualform.engine.messages import wire
 from dualform.engine.plan.plan import Plan
-from dualform.questions import ExplainQuestion, OutputQuestion, SumsQuestion, TopKQuestion
+from dualform.questions import (
+    ExplainQuestion,
+    OutputQuestion,
+    RowsQuestion,
+    SumsQuestion,
+    TopGroupsQuestion,
+    TopKQuestion,
+)
 from dualform.questions.question import STRATEGIES
 from dualform.store.sampling import Sampling
 from dualform.v1 import attribution_pb2 as pb
@@ -17,6 +32,17 @@ from dualform.v1 import attribution_pb2 as pb
 def top_k(question: TopKQuestion, found: TopK) -> pb.TopKResponse:
     """To a TopKQuestion."""
     return _top_k(found, question.group_by, _plan(question, found.plan))
+
+
+def top_groups(question: TopGroupsQuestion, found: TopGroups) -> pb.TopGroupsResponse:
+    """To a TopGroupsQuestion."""
+    return pb.TopGroupsResponse(
+        groups=_groups(question.by, found.groups),
+        scores=wire.encode_tensor(found.scores),
+        counts=wire.encode_tensor(found.counts),
+        coverage=_coverage(found.coverage),
+        plan=_plan(question, found.plan),
+    )
 
 
 def sums(question: SumsQuestion, found: Sums) -> pb.SumsResponse:
@@ -81,6 +107,11 @@ def hit_bytes(layer: Layer) -> int:
     return 12 + sum(wire.COLUMN_BYTES[wire.column_type(kind)] for _, kind in layer.columns)
 
 
+def group_bytes(layer: Layer, column: str) -> int:
+    """Bytes that one of the best groups adds to an answer: its value, sum and count."""
+    return 16 + wire.COLUMN_BYTES[wire.column_type(layer.space.columns[column].type)]
+
+
 def _top_k(found: TopK, group_by: str | None, plan: pb.Plan | None) -> pb.TopKResponse:
     return pb.TopKResponse(
         rows=wire.encode_tensor(found.rows),
@@ -116,7 +147,7 @@ def _output(found: DualOutput, group_by: str | None, plan: pb.Plan | None) -> pb
     )
 
 
-def _plan(question: TopKQuestion | SumsQuestion | OutputQuestion, plan: Plan) -> pb.Plan | None:
+def _plan(question: RowsQuestion, plan: Plan) -> pb.Plan | None:
     if not question.explain_plan:
         return None
     return pb.Plan(

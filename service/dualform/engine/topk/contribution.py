@@ -73,6 +73,22 @@ class Contribution:
             along = _along(values, self.directions[torch.from_numpy(queries)])
         return of_weight.numpy(), of_bias.numpy(), along
 
+    def parts(self, tile: Tile, weights: torch.Tensor) -> torch.Tensor:
+        """Contributions of a tile's rows, float64 [n, rows]; not finite where a value is not.
+
+        Args:
+            tile: With values.
+            weights: Attention weights [n, rows], of all queries.
+        """
+        assert tile.values is not None
+        of_weight, of_bias = self.factors(tile.steps, weights.device)
+        values = tile.values.double()
+        if self.directions is None:
+            e = values[:, self.unit]
+        else:
+            e = self.directions.to(weights.device).double() @ values.T
+        return (weights.double() * of_weight + of_bias) * e
+
     def of_tile(
         self,
         tile: Tile,

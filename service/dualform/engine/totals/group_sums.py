@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from dualform.engine.memory.tiles import Tile
-from dualform.engine.rows.groups import FEW_SPANS, Groups, runs
+from dualform.engine.rows.groups import Groups, few_runs
 
 
 class GroupTotals:
@@ -70,8 +70,8 @@ class GroupSum:
         totals = self._totals.tensor()
         if self._absolute:
             weights = weights.abs()
-        found = runs(codes)
-        if len(found.spans) > FEW_SPANS:
+        found = few_runs(codes)
+        if found is None:
             numbers = torch.from_numpy(codes).to(weights.device)
             totals.index_add_(0, numbers, weights.T.double())
             return
