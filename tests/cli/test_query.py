@@ -88,7 +88,7 @@ def test_top_groups(memory: Memory, server: str, query_file: Path, tmp_path: Pat
         wanted = [totals[label][query] for label in expected]
         np.testing.assert_allclose(data["scores"][query], wanted, rtol=1e-5)
         assert data["counts"][query] == [labels.count(label) for label in expected]
-    assert data["coverage"] == {"rows": 350, "total": 600, "nonfinite": 0}
+    assert data["coverage"] == {"rows": 350, "total": 600, "nonfinite": 0, "dropped": 0}
     table = ask("top-groups", server, query_file, *more)
     assert table.out.splitlines()[1].split() == ["rank", "label", "rows", "sum"]
     assert table.out.endswith("covers 350 of 600 rows\n")

@@ -195,3 +195,40 @@ def test_key_sums_are_each_steps(
     expected = np.zeros((STEPS, D_IN))
     np.add.at(expected, layer.space.steps, values[:, None].astype(np.float64) * keys)
     np.testing.assert_allclose(found, expected[:41], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("end", [None, 33])
+@pytest.mark.parametrize("order", ["largest", "smallest", "absolute"])
+def test_the_best_groups_are_those_of_every_rows_own_recursion(
+    paths: list[Path], order: str, end: int | None
+) -> None:
+    queries = np.random.default_rng(2).standard_normal((3, D_IN)).astype(np.float32)
+    last = STEPS if end is None else end
+    direction = np.array([[0, 1, 0, -2, 0]] * 3, np.float32)
+    unit_1, unit_3 = (contributions(paths[2], queries, unit, last) for unit in (1, 3))
+    taken = BATCH * last
+    for path in paths[:2]:
+        with Index.open(path, device="cpu") as index:
+            space = index.layers["0"].space
+            example = np.empty(STEPS * BATCH, np.int64)
+            example[space.ids] = space.columns["example"].to_numpy()
+            ways: list[tuple[dict[str, Any], np.ndarray]] = [
+                ({"unit": 1}, unit_1),
+                ({"direction": direction}, unit_1 - 2 * unit_3),
+            ]
+            for ask, terms in ways:
+                found = index.top_groups(
+                    "0", queries, "example", 7, rank_by="contribution", order=order,  # type: ignore[arg-type]
+                    at_step=end, **ask,
+                )  # fmt: skip
+                groups = np.array(found.groups.to_pylist()).reshape(3, 7)
+                for query, row in enumerate(terms[:, :taken]):
+                    sums = np.bincount(example[:taken], row)
+                    size = np.bincount(example[:taken], np.abs(row)).max()
+                    merits = {"largest": sums, "smallest": -sums, "absolute": np.abs(sums)}[order]
+                    best = np.argsort(-merits, kind="stable")[:7]
+                    close = {"rtol": 0, "atol": 2e-4 * size}
+                    np.testing.assert_allclose(found.scores[query], sums[groups[query]], **close)
+                    np.testing.assert_allclose(merits[groups[query]], merits[best], **close)
+                    times = np.bincount(example[:taken])[groups[query]]
+                    assert found.counts[query].tolist() == times.tolist()

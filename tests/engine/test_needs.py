@@ -125,6 +125,10 @@ for kind, queries in (("some", some), ("same", same)):
         distinct="single", rank_by="contribution", unit=1, max_residual=1e9))
     rows(f"direction-{kind}", TopKQuestion("fc", queries[:20], k=50, rank_by="contribution",
         direction=np.ones((20, 8), np.float32), max_residual=1e9))
+    ask = {"rank_by": "contribution", "max_residual": 1e9}
+    rows(f"top-groups-unit-{kind}", TopGroupsQuestion("fc", queries[:20], "single", unit=3, **ask))
+    rows(f"top-groups-direction-{kind}", TopGroupsQuestion("fc", queries[:20], "single",
+        direction=np.ones((20, 8), np.float32), **ask))
 for step in (None, 30):
     rows(f"output-{step}", OutputQuestion("fc", some, where=parse_filter("label != 3"),
         at_step=step, max_residual=1e9))

@@ -20,6 +20,7 @@ from dualform.questions import (
     MAX_RESIDUAL,
     OutputQuestion,
     SumsQuestion,
+    TopGroupsQuestion,
     TopKQuestion,
     questions,
 )
@@ -42,17 +43,20 @@ def option(name: str, *words: str) -> argparse.Action:
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("command", "question", "name", "words"),
     [
-        ("order", questions.Order),
-        ("rank_by", questions.RankBy),
-        ("strategy", questions.TopKStrategy),
+        ("top-k", TopKQuestion, "order", questions.Order),
+        ("top-k", TopKQuestion, "rank_by", questions.RankBy),
+        ("top-k", TopKQuestion, "strategy", questions.TopKStrategy),
+        ("top-groups", TopGroupsQuestion, "order", questions.Order),
+        ("top-groups", TopGroupsQuestion, "rank_by", questions.RankBy),
+        ("top-groups", TopGroupsQuestion, "strategy", questions.SumsStrategy),
     ],
 )
-def test_words_of_top_k(name: str, words: Any) -> None:
-    found = option(name, "query", "top-k")
+def test_words_of_rankings(command: str, question: type, name: str, words: Any) -> None:
+    found = option(name, "query", command)
     assert set(found.choices or ()) == set(get_args(words))
-    assert found.default == getattr(TopKQuestion, name)
+    assert found.default == getattr(question, name)
 
 
 def test_strategies_of_sums_and_outputs() -> None:
@@ -62,12 +66,14 @@ def test_strategies_of_sums_and_outputs() -> None:
 
 
 def test_defaults_that_the_help_names() -> None:
-    k, bins = option("k", "query", "top-k"), option("bins", "query", "profile")
-    assert k.default == inspect.signature(Client.top_k).parameters["k"].default
-    assert f"default {k.default}" in str(k.help)
+    for command, method in (("top-k", Client.top_k), ("top-groups", Client.top_groups)):
+        k = option("k", "query", command)
+        assert k.default == inspect.signature(method).parameters["k"].default
+        assert f"default {k.default}" in str(k.help)
+    bins = option("bins", "query", "profile")
     assert bins.default == inspect.signature(Client.profile).parameters["bins"].default
     assert f"default {bins.default}" in str(bins.help)
-    for command in ("top-k", "output"):
+    for command in ("top-k", "top-groups", "output"):
         said = str(option("max_residual", "query", command).help)
         assert f"default {MAX_RESIDUAL:g}".replace("0.0001", "1e-4") in said
     host, port = option("host", "serve"), option("port", "serve")

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from synthetic import make_index
 
 from dualform.engine import Index
+from dualform.engine.groups.contribution_sum import ContributionSum
 from dualform.engine.memory.fold import Fold, Reducer
 from dualform.engine.memory.tiles import Tile
 from dualform.engine.rows.bins import binned
@@ -285,6 +286,39 @@ def test_outputs(memory: Memory, data: st.DataObject) -> None:
         assert np.all(np.abs(found[:, g] - total) <= 1e-6 * (size @ np.abs(values)))
 
 
+@settings(max_examples=50, deadline=None)
+@given(memory=memories(), data=st.data())
+def test_sums_of_contributions(memory: Memory, data: st.DataObject) -> None:
+    bias, live = data.draw(st.booleans(), "bias"), data.draw(st.booleans(), "live")
+    c, of_bias = memory.rng.standard_normal((2, STEPS))
+    coefficients = LayerCoefficients(
+        Coefficients(1.0, 0.0, c), Coefficients(1.0, 0.0, of_bias) if bias else None
+    )
+    direction = memory.rng.standard_normal((len(memory.queries), 3)).astype(np.float32)
+    along = data.draw(st.booleans(), "along")
+    contribution = (
+        Contribution(coefficients, directions=torch.from_numpy(direction))
+        if along
+        else Contribution(coefficients, 1)
+    )
+    by: Grouping | str = "example" if live else grouping(memory, "example")
+    found = memory.merged(
+        lambda: ContributionSum(len(memory.queries), Groups(by), contribution, CPU), live
+    )
+    assert isinstance(found, np.ndarray)
+    g = direction.astype(np.float64) if along else np.eye(3)[[1] * len(memory.queries)]
+    example = memory.columns["example"]
+    for number, value in enumerate(names(example)):
+        own = np.array([cell == value for cell in example])
+        keys, values = memory.keys[own].astype(np.float64), memory.values[own].astype(np.float64)
+        wide, steps = memory.queries.astype(np.float64), memory.steps[own]
+        added = of_bias[steps] if bias else np.zeros(len(steps))
+        total = ((c[steps] * (wide @ keys.T) + added) * (g @ values.T)).sum(axis=1)
+        size = np.abs(c[steps]) * (np.abs(wide) @ np.abs(keys.T)) + np.abs(added)
+        size = (size * (np.abs(g) @ np.abs(values.T))).sum(axis=1)
+        assert np.all(np.abs(found[:, number] - total) <= 1e-6 * size)
+
+
 @settings(max_examples=30, deadline=None)
 @given(memory=memories(), data=st.data())
 def test_sums_over_distinct_keys(memory: Memory, data: st.DataObject) -> None:
@@ -400,5 +434,11 @@ def test_other_questions_are_not_merged() -> None:
             best.merge(other)
     with pytest.raises(ValueError, match="the other does not"):
         best.merge(TopK(queries, Ranking(3, "largest", "label")))
+    some = LayerCoefficients(Coefficients(1.0, 0.0, np.ones(STEPS)), None)
+    ours, theirs = (
+        ContributionSum(1, Groups("a"), Contribution(some, unit), CPU) for unit in (0, 1)
+    )
+    with pytest.raises(ValueError, match="same question"):
+        ours.merge(theirs)
     with pytest.raises(ValueError, match="signed and absolute"):
         GroupSum(1, Groups("a"), True, CPU).merge(GroupSum(1, Groups("a"), False, CPU))

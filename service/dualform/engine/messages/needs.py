@@ -200,13 +200,12 @@ def _top_groups(index: Index, layer: Layer, question: TopGroupsQuestion) -> int:
     size += n * question.k * 2 * longest_text(layer.space.columns[question.by])
     if question.rank_by == "weight":
         return size + _sums(layer, block, groups)
-    numbers = layer.d_in * layer.d_out
-    size += 60 * n * layer.d_out + 24 * numbers + 5 * 8 * block * groups
-    if index.ledger.family.scalar:
-        tile = tile_rows(max(layer.d_in, layer.d_out), block)
-        return size + 6 * TILE_BYTES + _CONTRIBUTION * block * min(layer.rows, tile)
-    scores = 16 * layer.rows * min(n, ranked.block_scores(layer.rows))
-    return size + 40 * index.ledger.steps * layer.d_in + _FOLLOWED * numbers + scores
+    size += 60 * n * layer.d_out + 5 * 8 * block * groups
+    if not index.ledger.family.scalar:
+        return size + _contribution(index, layer, min(n, ranked.block_scores(layer.rows)), True)
+    tile = tile_rows(max(layer.d_in, layer.d_out), block)
+    size += 6 * TILE_BYTES + _CONTRIBUTION * block * min(layer.rows, tile)
+    return size + _contribution(index, layer, block, True)
 
 
 def _output(index: Index, layer: Layer, n: int, groups: int, grouped: bool) -> int:
