@@ -175,6 +175,10 @@ def _file_comment(name: str) -> str:
 def _kind(field: pb.FieldDescriptorProto, message: pb.DescriptorProto) -> str:
     kind = field.Type.Name(field.type).removeprefix("TYPE_").lower()
     text = _type(field.type_name) if field.type_name else f"`{kind}`"
+    for entry in message.nested_type:
+        if entry.options.map_entry and field.type_name.endswith(f".{message.name}.{entry.name}"):
+            key, value = (_kind(each, entry) for each in entry.field)
+            return f"map of {key} to {value}"
     if field.label == pb.FieldDescriptorProto.LABEL_REPEATED:
         return f"repeated {text}"
     if field.proto3_optional:

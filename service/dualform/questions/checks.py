@@ -117,7 +117,9 @@ def flag(value: object, field: str) -> bool:
 def real(value: object, field: str) -> float:
     """A number; NaN is none."""
     try:
-        if isinstance(value, (bool, np.bool_, str)):
+        if isinstance(value, (bool, np.bool_, str)) or (
+            isinstance(value, np.ndarray) and value.ndim > 0
+        ):
             raise TypeError
         number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
