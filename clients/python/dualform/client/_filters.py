@@ -123,6 +123,7 @@ def _mentions(error: Exception, value: object) -> bool:
     return re.search(rf"(?<!\w){re.escape(repr(value))}(?!\w)", str(error)) is not None
 
 
+_NO_LITERAL = {"COMMA", "L_PAREN", "R_PAREN", ""}
 _BEGINS_WITH_IF = re.compile(r"\s*(if)\b", re.IGNORECASE)
 # What stands before an operator is meant as a column.
 _LEFT_OF_OPERATOR = re.compile(
@@ -207,6 +208,8 @@ class _Reader:
                 self._refuse("is stands before null or not null alone", token.start + 1)
             if kinds[place] == "NOT" and behind[0] == "IS":
                 self._refuse("not stands behind is, as in task is not null", token.start + 1)
+            if kinds[place] == "COMMA" and {behind[0], kinds[place - 1]} & _NO_LITERAL:
+                self._refuse("a literal is needed on both sides of a comma", token.start + 1)
             if kinds[place] == "DOT" and tokens[place + 1].start > token.end + 1:
                 self._refuse("a number has no space in it, as in weight > .5", token.start + 1)
 
