@@ -28,7 +28,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from synthetic import make_recording
 
 from dualform.client import Client
-from dualform.client.errors import DualformError
+from dualform.client.errors import DualformError, ResourceExhaustedError
 from dualform.engine import Index
 from dualform.index import build_index
 from dualform.v1 import attribution_pb2 as pb
@@ -214,6 +214,11 @@ class Load:
                 begin = time.monotonic()
                 try:
                     found = question.ask(client)
+                except ResourceExhaustedError:
+                    # The clients share one connection, with a limit of streams: on a busy machine
+                    # one is told, a few times, to come back.
+                    asked["refused"] += 1
+                    continue
                 except DualformError as error:
                     self.wrong.append(f"{question.name}: {error!r}")
                     continue
@@ -289,11 +294,12 @@ def test_clients(truth: Truth, tmp_path: Path) -> None:
         left = process.descriptors()
     assert not load.wrong, Counter(load.wrong)
     assert load.asked.total() > CLIENTS
+    assert load.asked["refused"] < load.asked.total() / 50
     p50, p99 = np.percentile(load.seconds, [50, 99])
     late = np.array([each for each in samples if each[0] > seconds / 3])
     mb, descriptors = (np.polyfit(late[:, 0] / 60, late[:, i], 1)[0] for i in (1, 2))
     tell(
-        f"load: {CLIENTS} clients, {seconds} s, {load.asked.total():,} answers, 0 wrong; "
+        f"load: {CLIENTS} clients, {seconds} s, {len(load.seconds):,} answers, 0 wrong; "
         f"p50 {p50 * 1000:.0f} ms, p99 {p99 * 1000:.0f} ms; health p99 "
         f"{np.percentile(load.health, 99) * 1000:.0f} ms, most {max(load.health) * 1000:.0f} ms; "
         f"{swaps} swaps; memory {late[0, 1]:.0f} to {late[-1, 1]:.0f} MB, {mb:+.2f} MB/min; "
