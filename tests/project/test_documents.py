@@ -159,3 +159,11 @@ def test_every_page_is_in_the_index() -> None:
         if path.name != "README.md" and f"({path.name})" not in index
     ]
     assert not missing
+
+
+def test_every_decision_has_a_number_of_its_own() -> None:
+    pages = sorted((ROOT / "docs" / "decisions").glob("*.md"))
+    numbers = [page.name[:4] for page in pages]
+    assert len(set(numbers)) == len(numbers) > 20
+    for page, number in zip(pages, numbers, strict=True):
+        assert page.read_text().startswith(f"# {number}: "), page.name
