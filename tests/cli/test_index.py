@@ -57,7 +57,7 @@ def test_build_then_inspect(recording: Path, tmp_path: Path) -> None:
     assert layer["columns"]["label"] == "int64"
     assert data["bytes"] == sum(f.stat().st_size for f in index.rglob("*") if f.is_file())
     table = dualform("index", "inspect", index)
-    assert re.search(r"\nfc +linear +12 +5 +false +true +float32 +70 +- +0 +exact\n", table.out)
+    assert re.search(r"\nfc +linear +12 +5 +false +true +float32 +70 +0 +- +0 +exact\n", table.out)
     assert re.search(r"\nlabel +int64\n", table.out)
 
 

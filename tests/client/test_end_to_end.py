@@ -103,7 +103,7 @@ def test_the_pages_code_runs(trained: Trained, monkeypatch: pytest.MonkeyPatch) 
             )
             assert done.returncode == 0, (line, done.stderr)
             ran += 1
-    assert ran == 10
+    assert ran == 11
 
 
 def blocks(page: str) -> list[tuple[str, str]]:

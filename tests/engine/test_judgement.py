@@ -14,7 +14,7 @@ from torch import nn
 from dualform.engine import Index, VerifyReport, verify_index
 from dualform.index import build_index
 from dualform.record import Recorder
-from dualform.record import recorder as recorder_module
+from dualform.record.blocks import StepBlocks
 
 STEPS, BATCH, TIME, WIDTH = 60, 4, 6, 16
 
@@ -158,16 +158,16 @@ def test_a_step_that_is_not_in_the_rows_is_a_fault(
     """A row's value is lost on its way to the recording: nobody marks it, the weights tell."""
     torch.manual_seed(0)
     model = Attention()
-    real = recorder_module.Recorder._captured
+    real = StepBlocks.take
     lost = []
 
-    def losing(self: Recorder, layer: str, item: Any, blocks: Any) -> Any:
+    def losing(self: StepBlocks, layer: str, item: Any, values: bool) -> Any:
         if layer == "value" and self._step == STEPS // 2:
             item.value.array[0] = 0
             lost.append(layer)
-        return real(self, layer, item, blocks)
+        return real(self, layer, item, values)
 
-    monkeypatch.setattr(recorder_module.Recorder, "_captured", losing)
+    monkeypatch.setattr(StepBlocks, "take", losing)
     report, notes = reports(record(tmp_path, model, torch.optim.SGD(model.parameters(), lr=lr)))
     assert lost
     assert not report.ok
