@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -13,8 +14,6 @@ from dualform.record import AnnotationError, indexed
 from dualform.store.recording import Recording
 
 from .training import accelerate_forgets, bert
-
-datasets = pytest.importorskip("datasets")
 
 __all__ = ["accelerate_forgets"]
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the frameworks' own

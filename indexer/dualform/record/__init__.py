@@ -17,7 +17,7 @@ from dualform.record.errors import (
     RecordingFailedError,
     ResumeError,
 )
-from dualform.record.indexed import indexed
+from dualform.record.example_ids import indexed
 from dualform.record.recorder import Recorder
 from dualform.record.sink import CapturedPass, Sink, StepBatch
 

@@ -242,7 +242,10 @@ class Client(Driver):
             order: By sum: "largest", "smallest", or "absolute" (by |sum|, sums stay signed).
             rank_by: What is added up: "weight", or "contribution" (see `top_k`) to `unit`, or along
                 `direction`; one of the two is needed.
-            unit, direction, at_step, max_residual: As for `top_k`.
+            unit: As for `top_k`.
+            direction: As for `top_k`.
+            at_step: As for `top_k`.
+            max_residual: As for `top_k`.
             strategy: "auto", or by weight "key_sums", "distinct_keys" or "scan", as for `sums`.
             explain_plan: As for `top_k`.
             index: Its name; None where one is served.
