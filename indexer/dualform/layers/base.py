@@ -131,7 +131,7 @@ class LayerKind(ABC):
 
     def host_forward(self) -> Forward:
         """The host's forward, calling the layer's module; of a kind that has a host."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} sets a host and has no forward for it")
 
 
 class ProductKind(LayerKind):
