@@ -146,6 +146,23 @@ def read_queries(path: Path, width: str = "d_in") -> npt.NDArray[np.float32]:
     return queries
 
 
+def _ranking(options: argparse.Namespace) -> dict[str, Any]:
+    """What the rankings of rows and of groups are told alike."""
+    return {
+        "where": options.where,
+        "order": options.order,
+        "rank_by": options.rank_by,
+        "unit": options.unit,
+        "direction": _directions(options.direction),
+        "at_step": options.at_step,
+        "max_residual": options.max_residual,
+        "strategy": options.strategy,
+        "explain_plan": options.explain_plan,
+        "index": options.index,
+        "timeout": options.timeout,
+    }
+
+
 def _top_k(options: argparse.Namespace) -> int:
     queries = read_queries(options.query)
     with open_client(options) as client:
@@ -153,19 +170,9 @@ def _top_k(options: argparse.Namespace) -> int:
             options.layer,
             queries,
             k=options.k,
-            where=options.where,
             group_by=options.group_by,
-            order=options.order,
-            rank_by=options.rank_by,
-            unit=options.unit,
-            direction=_directions(options.direction),
-            at_step=options.at_step,
             distinct=options.distinct,
-            max_residual=options.max_residual,
-            strategy=options.strategy,
-            explain_plan=options.explain_plan,
-            index=options.index,
-            timeout=options.timeout,
+            **_ranking(options),
         )
     if options.json:
         print_json(
@@ -210,17 +217,7 @@ def _top_groups(options: argparse.Namespace) -> int:
             queries,
             by=options.by,
             k=options.k,
-            where=options.where,
-            order=options.order,
-            rank_by=options.rank_by,
-            unit=options.unit,
-            direction=_directions(options.direction),
-            at_step=options.at_step,
-            max_residual=options.max_residual,
-            strategy=options.strategy,
-            explain_plan=options.explain_plan,
-            index=options.index,
-            timeout=options.timeout,
+            **_ranking(options),
         )
     if options.json:
         print_json(
