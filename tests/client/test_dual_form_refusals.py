@@ -156,8 +156,12 @@ def test_an_inexact_layer_is_refused_from_its_mark_on(clipped: Client) -> None:
             model(x)
         assert (caught.value.reason, caught.value.field) == ("RESIDUAL", "max_residual")
         assert mark.reason in str(caught.value)
-    with dual_form(model, clipped, max_residual=float("inf")):
-        assert model(x).shape == (2, 3)
+    for named in (
+        {},
+        {"layers": ["0"]},
+    ):  # with another layer outside it is compared with the model
+        with dual_form(model, clipped, max_residual=float("inf"), **named):
+            assert model(x).shape == (2, 3)
     with dual_form(model, clipped, layers=["1"]):
         assert model(x).shape == (2, 3)
     with dual_form(model, clipped, at_step=mark.from_step):

@@ -34,7 +34,6 @@ from dualform.index.shards import ShardWriter
 from dualform.index.sidecar import write_sidecar
 from dualform.index.sketch import MIN_D_IN, SAMPLE_ROWS, leading_directions
 from dualform.index.workspace import workspace
-from dualform.optimizers import Unknown
 from dualform.store.encoding import HALVES
 from dualform.store.errors import NoSpaceError
 from dualform.store.files import sync_directory, write_atomic
@@ -145,11 +144,11 @@ class _Build:
         self._space_of = {
             name: number for number, space in enumerate(spaces) for name in space.layers
         }
-        # Marks are the remainder's matter; of an optimizer of no known family nothing is known.
+        # Marks are the remainder's matter; under an optimizer of no family all that moved is one.
         self._summed: frozenset[str] = frozenset()
         self._at_once: frozenset[str] = frozenset()
         family = source.ledger().family
-        if values and family.name != Unknown.name:
+        if values and family.explains:
             self._summed = frozenset(self._layers)
             counts = {name: parts.count(number) for name, number in self._space_of.items()}
             self._at_once = at_once(source.manifest.layers, family, counts)

@@ -15,7 +15,6 @@ from safetensors.numpy import save
 
 from dualform.index.errors import BuildError
 from dualform.index.row_spaces import Space
-from dualform.optimizers import Unknown
 from dualform.store.files import FileEntry, write_atomic
 from dualform.store.grouping import group
 from dualform.store.index_parts import StoredParts, parts_file
@@ -104,7 +103,7 @@ def plan_parts(
             "parts of the weights are made of values, and there are none: record with values=True "
             "and build with --values, or leave out --parts"
         )
-    if source.ledger().family.name == Unknown.name:
+    if not source.ledger().family.explains:
         raise BuildError(
             f"{source.manifest.optimizer} is of no known family, so it is not known what rows made "
             "of the weights; leave out --parts"

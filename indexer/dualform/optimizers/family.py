@@ -72,6 +72,7 @@ class Family(ABC):
         single: Following in float32 is as good as training's own float32; not where a
             preconditioner is a difference that cancels.
         scalars: Numbers of a parameter's state that `read` looks at, by torch's keys.
+        explains: What a row moves a weight by is known; else all that moved is the remainder.
     """
 
     name: ClassVar[str]
@@ -85,6 +86,7 @@ class Family(ABC):
     continuous: ClassVar[bool] = True
     single: ClassVar[bool] = True
     scalars: ClassVar[tuple[str, ...]] = ()
+    explains: ClassVar[bool] = True
 
     def why_not(self, optimizer: torch.optim.Optimizer) -> str | None:
         """Why an optimizer whose `step` is the family's can't be read all the same, or None."""

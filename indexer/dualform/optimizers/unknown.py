@@ -1,4 +1,7 @@
-"""An optimizer that no family knows: its ledger holds learning rates, and no part can be told."""
+"""An optimizer that no family knows: its ledger holds learning rates, and no part can be told.
+
+The initial part is then the initial weight, and all that moved since is the remainder.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,7 @@ class Unknown(Family):
     name = "unknown"
     settings_type = UnknownSettings
     elementwise = False
+    explains = False
 
     def read(
         self, group: Mapping[str, Any], nth: int, dtype: torch.dtype, state: Mapping[str, Any]

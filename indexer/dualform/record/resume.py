@@ -13,7 +13,6 @@ from dataclasses import dataclass, fields
 import numpy as np
 import torch
 
-from dualform.optimizers import Unknown
 from dualform.record.disk import DiskSink
 from dualform.record.errors import ResumeError
 from dualform.record.resume_followed import check_followed
@@ -118,7 +117,7 @@ def _resume(
             )
         ledger = recording.ledger()
         _check_counts(ledger, step, counts)
-        if recording.steps and manifest.values and ledger.family.name != Unknown.name:
+        if recording.steps and manifest.values and ledger.family.explains:
             for spec in manifest.layers.values():
                 if not any(_hides(mark, step) for mark in recording.marks[spec.name]):
                     _check_layer(recording, ledger, spec, step, states)

@@ -360,8 +360,11 @@ def _warn_of_another_model(
         ).numpy()
         # Either the checkpoint of that step is meant, or the trained model, where that is known.
         for step in {at_step} if info.layers[name].inexact else {at_step, None}:
-            found = client.dual_output(name, probe, at_step=step, index=index, timeout=timeout)
-            if np.linalg.norm(found.values - of_model) <= SAME_WEIGHTS * np.linalg.norm(of_model):
+            found = client.dual_output(
+                name, probe, at_step=step, max_residual=np.inf, index=index, timeout=timeout
+            )
+            of_index = found.values if found.trained is None else found.trained
+            if np.linalg.norm(of_index - of_model) <= SAME_WEIGHTS * np.linalg.norm(of_model):
                 break
         else:
             warnings.warn(

@@ -107,7 +107,8 @@ def last_step(layer: Layer, ledger: Ledger, at_step: int | None) -> int:
             field="layer",
             reason="NO_VALUES",
         )
-    if at_step is None and layer.manifest.rebuilt is not None and layer.manifest.final is not None:
+    known = layer.manifest.rebuilt is not None or not ledger.family.explains
+    if at_step is None and known and layer.manifest.final is not None:
         return end
     for mark in layer.manifest.inexact:
         if mark.from_step < end:
@@ -131,6 +132,14 @@ def asked_contribution(
         FailedPreconditionError: The layer is not exact there, or has no values.
     """
     check_target(layer, question.unit, question.direction)
+    if not opened.ledger.family.explains:
+        why = "; ".join(mark.reason for mark in layer.manifest.inexact)
+        raise FailedPreconditionError(
+            f"what rows added to the outputs of layer {layer.name!r} is not known"
+            f"{f': {why}' if why else ''}; rank by weight, or ask for its output with max_residual",
+            field="rank_by",
+            reason="INEXACT",
+        )
     end = last_step(layer, opened.ledger, question.at_step)
     if question.at_step is None:
         most = MAX_RESIDUAL if question.max_residual is None else question.max_residual

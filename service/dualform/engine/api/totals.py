@@ -154,6 +154,7 @@ def prepare_output(
         parts=whole_groups(layer, question.at_step, column, selected),
         strategy=question.strategy,
         max_residual=MAX_RESIDUAL if question.max_residual is None else question.max_residual,
+        explained=opened.ledger.family.explains,
     )
 
 

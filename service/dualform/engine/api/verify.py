@@ -28,7 +28,6 @@ from dualform.engine.memory.shards import TILE_BYTES
 from dualform.engine.memory.tiles import Tile
 from dualform.engine.totals.coefficients import LayerCoefficients, left_behind, row_coefficients
 from dualform.engine.totals.row_parts import rebuild
-from dualform.optimizers import Unknown
 from dualform.store.encoding import FLOAT32
 from dualform.store.errors import DamagedError
 from dualform.store.files import FileEntry, check_digest
@@ -71,7 +70,7 @@ class LayerReport:
         weight_error: |W_T' - W_T| / |W_T - W_0| in the Frobenius norm; None if not rebuilt.
         bias_error: Likewise for the bias; None without one.
         output_error: Of the outputs for a sample of the layer's keys, the largest part, by
-            Euclidean length, that no row explains; None if not rebuilt.
+            Euclidean length, that no row explains; None where it is not known.
         exact_steps: Steps from the start up to which the layer is exact: the largest at_step.
         inexact: The recorder's marks: from which step on the rows do not add up, and why.
         note: Why it was not rebuilt, or what is wrong; empty otherwise.
@@ -195,7 +194,7 @@ def _verify_layer(index: Index, layer: Layer, advance: Callable[[int], None]) ->
     why_not = _why_not_rebuilt(index, layer)
     if why_not is not None:
         notes.append(f"not rebuilt: {why_not}")
-    output_error = None if why_not is not None else _output_error(index, layer)
+    output_error = _output_error(index, layer) if layer.values else None
     rebuilt: list[Rebuilt] = []
     off: list[str] = []
     bad: BadInterval | None = None
@@ -241,8 +240,8 @@ def _why_not_rebuilt(index: Index, layer: Layer) -> str | None:
         return "indexed without values"
     if layer.manifest.final is None:
         return "the recording was cut short: there are no final weights to compare with"
-    if index.ledger.family.name == Unknown.name:
-        return "the optimizer is of no known family"
+    if not index.ledger.family.explains:
+        return "the optimizer is of no known family, so all that moved is the remainder"
     if layer.manifest.rebuilt is None:
         return "the index has no sum of the rows that is finite"
     return None

@@ -5,7 +5,8 @@ product with that state's weight (docs/decisions/0007-stored-states.md). For the
 rows are one product with the weight that `index build` added up to
 (docs/decisions/0008-rebuilt-weights.md).
 Groups of a column whose parts are stored, and selections that are whole groups of one, come in one
-product per group. Everything else is a scan.
+product per group. Under an optimizer of no family no row is known to have added anything: the
+initial part is the initial weight, and what it moved by since the remainder. All else is a scan.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ from dualform.store.grouping import Grouping
 from dualform.store.index import INITIAL, IndexLayer
 from dualform.store.ledger import Ledger
 
+_UNKNOWN = "what rows moved the weight by is not known under an optimizer of no family"
+
 
 @dataclass(frozen=True)
 class PreparedOutput:
@@ -55,6 +58,7 @@ class PreparedOutput:
         parts: The stored parts that the selected rows are made of, or why there are none.
         strategy: How; "auto" takes the first that applies.
         max_residual: Of an output, how much no row may explain for it to be given.
+        explained: What rows moved weights by is known; not under an optimizer of no family.
     """
 
     queries: torch.Tensor
@@ -66,6 +70,7 @@ class PreparedOutput:
     parts: WholeGroups | str
     strategy: str
     max_residual: float = MAX_RESIDUAL
+    explained: bool = True
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,9 @@ def plan(layer: Layer, question: PreparedOutput, rows: int) -> Plan:
     Raises:
         InvalidArgumentError: The strategy is unknown, or does not apply.
     """
+    if not question.explained:
+        check_strategy(question.strategy, {"rebuilt": None, "parts": _UNKNOWN, "scan": _UNKNOWN})
+        return Plan("rebuilt", f"{_UNKNOWN}: all that the weight moved by is the remainder", {})
     parts = question.parts
     refused = {
         "rebuilt": why_not_rebuilt(layer.manifest, question),
@@ -159,7 +167,11 @@ class DualOutputs:
             DamagedError: A file that is needed does not hold what was written.
         """
         stored = _stored(layer.manifest, question)
-        if stored is not None:
+        if not question.explained:
+            parts = self._unexplained(layer, question)
+            if also:
+                fold(layer, question.queries, question.selected, also, self._device, stop)
+        elif stored is not None:
             parts = self._by_stored_parts(layer, question, stored)
             if also:
                 fold(layer, question.queries, question.selected, also, self._device, stop)
@@ -215,6 +227,9 @@ class DualOutputs:
 
     def _remainder_of(self, layer: IndexLayer) -> Affine | None:
         """The trained weight and bias less the initial part and all rows: the same, as weights."""
+        if not self._ledger.family.explains and layer.final is not None:
+            final, first = self._states.read(layer.final), self._states.read(layer.initial)
+            return _difference(affine(final, layer), affine(first, layer))
         if layer.rebuilt is None or layer.final is None:
             return None
         rebuilt, final = self._states.read(layer.rebuilt), self._states.read(layer.final)
@@ -230,10 +245,16 @@ class DualOutputs:
             initial = Affine(of_weight, of_bias)
         else:
             initial = affine(rebuilt, layer, INITIAL)
-        bias = None
-        if trained.bias is not None and rows.bias is not None and initial.bias is not None:
-            bias = trained.bias - rows.bias - initial.bias
-        return Affine(trained.weight - rows.weight - initial.weight, bias)
+        return _difference(_difference(trained, rows), initial)
+
+    def _unexplained(self, layer: Layer, question: PreparedOutput) -> Parts:
+        """Under an optimizer of no family: the initial layer, and rows that added nothing."""
+        manifest, queries, grouping = layer.manifest, question.queries, question.grouping
+        initial = outputs_of(affine(self._states.read(manifest.initial), manifest), queries)
+        values = initial
+        if grouping is not None:
+            values = np.zeros((len(queries), len(grouping.values), layer.d_out))
+        return Parts(values, initial, self._trained(manifest, question), None)
 
     def _by_stored_parts(
         self, layer: Layer, question: PreparedOutput, stored: WholeGroups
@@ -348,6 +369,11 @@ class DualOutputs:
         return rows_part(
             layer, question.queries, coefficients, grouping, selected, self._device, stop, also
         )
+
+
+def _difference(whole: Affine, part: Affine) -> Affine:
+    bias = None if whole.bias is None or part.bias is None else whole.bias - part.bias
+    return Affine(whole.weight - part.weight, bias)
 
 
 def _stored(layer: IndexLayer, question: PreparedOutput) -> WholeGroups | None:
