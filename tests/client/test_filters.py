@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dualform.client import Filter, InvalidArgumentError, parse_filter
-from dualform.client._filters import where_of
+from dualform.client._filters import MAX_DEPTH, where_of
 from dualform.v1 import attribution_pb2 as pb
 
 SYMBOLS = {
@@ -69,6 +72,16 @@ C = compare("c", pb.OPERATOR_EQ, "x")
         ("a <> 'it''s'", compare("a", pb.OPERATOR_NE, "it's")),
         ("a = true", compare("a", pb.OPERATOR_EQ, True)),
         ("a = 1e3", compare("a", pb.OPERATOR_EQ, 1000.0)),
+        ("a=-.5E-1", compare("a", pb.OPERATOR_EQ, -0.05)),
+        ("a = - 1.", compare("a", pb.OPERATOR_EQ, -1.0)),
+        ("a in ()", compare("a", pb.OPERATOR_IN)),
+        ("(a=1)and(b>2.5)", every(A, B)),
+        (
+            "a between .5 and 1",
+            every(compare("a", pb.OPERATOR_GE, 0.5), compare("a", pb.OPERATOR_LE, 1)),
+        ),
+        ("not not a = 1", negated(negated(A))),
+        ("a\n=\t1\r\n", A),
         ("a in (1, -2, 3)", compare("a", pb.OPERATOR_IN, 1, -2, 3)),
         ("a not in ('x')", negated(compare("a", pb.OPERATOR_IN, "x"))),
         (
@@ -98,41 +111,61 @@ def test_grammar(text: str, expected: Filter) -> None:
     [
         ("", 1, "empty"),
         ("  ", 1, "empty"),
-        ("label = ", 7, "syntax error at '='"),
+        ("label = ", 9, "ends too early"),
         ("label = 6 extra", 11, "'extra'"),
         ("a = 1 and\nb = 2 extra", 17, "'extra'"),
-        ("select 1", 1, "'select'"),
-        ("a = 1; b = 2", 1, "possible"),
-        ("a = 'open", 9, "not closed"),
+        ("select 1", 8, "'1'; an operator is needed behind select"),
+        ("a = 1; b = 2", 6, "';'; possible"),
+        ("a = 1 --", 7, "'-'; possible"),
+        ("a = 1 /* */", 7, "'/'; possible"),
+        ("a = 'open", 5, "not closed"),
+        ("a = 'open''", 5, "not closed"),
+        ("a = ' or b = 2", 5, "not closed"),
+        ('a = 1 or "open = 2', 10, "not closed"),
         ("a in", 3, "needs a list"),
         ("b = 1 or a not in", 16, "needs a list"),
         ("a between 1 2", 3, "needs two"),
         ("a not is null", 3, "is not null"),
-        ("a is `", 3, "before null"),
-        ("label", 1, "not possible"),
-        ("a = 1 and f(b) = 3", 13, "column comes first"),
-        ("6 = label", 5, "column comes first"),
+        ("a is `", 6, "'`'"),
+        ("a is 1", 3, "before null"),
+        ("label", 6, "ends too early; an operator is needed behind label"),
+        ("a = 1 and f(b) = 3", 12, "'('; an operator is needed behind f"),
+        ("6 = label", 1, "column comes first"),
+        ("(a = 1", 7, "( is not closed"),
+        ("a = 1)", 6, "')'"),
+        ("a = 1 and", 10, "column comes first"),
+        ("()", 2, "column comes first"),
         ('a = 1 and label = "cat"', 19, "single quotes"),
         ("a = b", 5, "single quotes"),
         ("a = null", 5, "is null"),
         ("a in (1, null)", 10, "is null"),
-        ("a in (select 1)", 1, "not possible"),
-        ("a in b", 1, "not possible"),
+        ("a in (select 1)", 7, "literal"),
+        ("a in b", 3, "needs a list"),
         ("a in (b)", 7, "literal"),
-        ("a like 'x'", 1, "not possible"),
-        ("a is true", 1, "not possible"),
-        ("t.a = 1", 1, "column comes first"),
-        ("a = 1 = 2", 1, "column comes first"),
-        ("a = 1 + 1", 5, "literal"),
-        ("b = 2 and a = 'x' 'y'", 11, "literal"),
-        ("a1 = 1 and a = 1 + 1", 16, "literal"),
-        ("a", 1, "not possible"),
-        ("a = 0x1F", 6, "x1F"),
-        ("a in (1, , 2)", 8, "both sides"),
-        ("a in (1,)", 8, "both sides"),
-        ("a in (, 1)", 7, "both sides"),
-        ("a = . 5", 5, "no space"),
-        ("b = .5 and a in (1, -./**/5)", 22, "no space"),
+        ("a in (1 2)", 9, "commas"),
+        ("a like 'x'", 3, "'like'; an operator"),
+        ("a is true", 3, "before null"),
+        ("t.a = 1", 2, "'.a'"),
+        ("a = 1 = 2", 7, "'='"),
+        ("a = 1 + 1", 7, "'+'"),
+        ("a = -'x'", 6, "literal"),
+        ("a = - - 1", 7, "literal"),
+        ("b = 2 and a = 'x' 'y'", 19, "\"'y'\""),
+        ("in = 1", 1, 'double quotes: "in"'),
+        ("a = 1 or Not = 1", 14, "column comes first"),
+        ("a = 0x1F", 5, "'0x1F'"),
+        ("a = 1_000", 5, "'1_000'"),
+        ("a = 1.5.2", 5, "'1.5.2'"),
+        ("a = 1and b = 2", 5, "'1and'"),
+        ("a = \u0663", 5, "'\u0663'"),
+        ("a\xa0= 1", 2, "'\\xa0'"),
+        ("a in (1, , 2)", 10, "literal"),
+        ("a in (1,)", 9, "literal"),
+        ("a in (, 1)", 7, "literal"),
+        ("a = . 5", 5, "'.'"),
+        ("a = 9223372036854775808", 5, "64 bits"),
+        ("a = -9223372036854775809", 6, "64 bits"),
+        ("a = " + "9" * 5000, 5, "64 bits"),
     ],
 )
 def test_refusals_point_at_the_place(text: str, position: int, says: str) -> None:
@@ -145,10 +178,9 @@ def test_refusals_point_at_the_place(text: str, position: int, says: str) -> Non
     assert says in message, message
 
 
-def test_integers_beyond_64_bits_are_refused() -> None:
+def test_integers_of_64_bits_are_taken() -> None:
     assert parse_filter("a = -9223372036854775808").comparison.values[0].int64_value == -(2**63)
-    with pytest.raises(InvalidArgumentError, match="64 bits"):
-        parse_filter("a = 9223372036854775808")
+    assert parse_filter("a = 009223372036854775807").comparison.values[0].int64_value == 2**63 - 1
 
 
 def test_long_chains_and_deep_nests_do_not_end_the_process() -> None:
@@ -156,6 +188,8 @@ def test_long_chains_and_deep_nests_do_not_end_the_process() -> None:
     assert [f.comparison.values[0].int64_value for f in chain.any_of.filters] == list(range(1000))
     with pytest.raises(InvalidArgumentError, match="nested too deeply"):
         parse_filter("(" * 5000 + "a = 1" + ")" * 5000)
+    deep = MAX_DEPTH - 1
+    assert parse_filter("(" * deep + "not a = 1" + ")" * deep) == negated(A)
 
 
 def test_what_is_no_filter_is_refused() -> None:
@@ -202,7 +236,6 @@ trees = st.recursive(
 )
 
 
-# No deadline: the first example imports sqlglot.
 @settings(deadline=None)
 @given(trees)
 def test_any_tree_written_as_text_parses_back(tree: Filter) -> None:
@@ -236,24 +269,40 @@ def render_literal(literal: pb.Value) -> str:
     return repr(getattr(literal, str(kind)))
 
 
-@pytest.mark.parametrize("word", ["case", "from", "if", "IF", "select", "where", "union", "else"])
-@pytest.mark.parametrize("text", ["{} = 1", "label = 2 and {} < 3", "{} > 1 or label = 2"])
-def test_a_column_called_like_a_word_of_sql(word: str, text: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=f'double quotes: "{word}"'):
-        parse_filter(text.format(word))
-    assert f'column: "{word}"' in str(parse_filter(text.format(f'"{word}"')))
+# What SQL keeps for itself and this grammar does not use.
+@pytest.mark.parametrize("word", ["case", "from", "if", "IF", "select", "like", "date", "größe"])
+@pytest.mark.parametrize("text", ["{} = 1", "label = 2 and {} < 3", "{} is null or label = 2"])
+def test_a_column_may_be_called_like_a_word_of_sql(word: str, text: str) -> None:
+    found = parse_filter(text.format(word))
+    assert found == parse_filter(text.format(f'"{word}"'))
+    assert word.encode() in found.SerializeToString()
 
 
-def test_no_word_makes_the_parser_log(caplog: pytest.LogCaptureFixture) -> None:
-    from sqlglot.tokens import Tokenizer
+@pytest.mark.parametrize(
+    "word", ["and", "or", "not", "in", "between", "is", "null", "True", "false"]
+)
+def test_the_words_of_the_grammar_are_columns_in_double_quotes(word: str) -> None:
+    assert parse_filter(f'"{word}" = 1').comparison.column == word
+    with pytest.raises(InvalidArgumentError):
+        parse_filter(f"{word} = 1")
 
-    words = [word for word in Tokenizer.KEYWORDS if word.isalpha()]
-    assert len(words) > 100
-    for word in words:
-        for text in ("{} = 1", "label = 1 or {} > 2"):
-            try:
-                found = str(parse_filter(text.format(word)))
-            except InvalidArgumentError:
-                found = str(parse_filter(text.format(f'"{word}"')))
-            assert f'column: "{word}"' in found or word in ("NOT", "TRUE", "FALSE")
-    assert not caplog.records
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a in (" + "1, " * 30_000 + "1)",
+        "a = " + "1" * 300_000 + "x",
+        "a = 1." + "1" * 300_000 + "x",
+        "a = '" + "x" * 300_000,
+        "a = '" + "''" * 150_000,
+        "not " * 100_000 + "a = 1",
+        "(" * 300_000,
+        " " * 300_000 + ";",
+    ],
+    ids=["list", "digits", "fraction", "open", "quotes", "not", "parentheses", "spaces"],
+)
+def test_a_long_text_takes_time_by_its_length(text: str) -> None:
+    begin = time.process_time()
+    with contextlib.suppress(InvalidArgumentError):
+        parse_filter(text)
+    assert time.process_time() - begin < 5

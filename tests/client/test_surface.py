@@ -160,7 +160,7 @@ ALLOWED = {f"dualform.{part}" for part in OURS}
 class Block(MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         top = name.partition(".")[0]
-        heavy = {"torch", "faiss", "pyarrow", "pandas", "sqlglot", "yaml", "safetensors",
+        heavy = {"torch", "faiss", "pyarrow", "pandas", "yaml", "safetensors",
                  "xxhash", "tqdm", "scipy", "sklearn", "grpc_status", "grpc_health"}
         part = ".".join(name.split(".")[:2])
         ours = part.startswith("dualform.") and part not in ALLOWED

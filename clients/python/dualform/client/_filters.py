@@ -1,16 +1,26 @@
 """Filters as text: `label = 6 and step < 3000` to the wire's Filter message.
 
-The grammar is a small part of SQL's conditions, read by sqlglot (imported only here, when the first
-text comes): `column op literal` with `= != < <= > >=`, `in (...)`, `between a and b`, `is null`,
-each with `not`, combined with `and or not ( )`.
+The grammar is a small part of SQL's conditions, in which the words may be large or small:
+
+    filter      all ("or" all)*
+    all         one ("and" one)*
+    one         "not" one | "(" filter ")" | comparison
+    comparison  column ("=" | "==" | "!=" | "<>" | "<" | "<=" | ">" | ">=") literal
+                | column ["not"] "in" "(" [literal ("," literal)*] ")"
+                | column ["not"] "between" literal "and" literal
+                | column "is" ["not"] "null"
+    column      a word that is none of those above, or any text in double quotes
+    literal     ["+" | "-"] number | 'text' | "true" | "false"
+
+A quote within quotes is written twice.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from dualform.client._arrays import text as valid_text
 from dualform.client._arrays import value_of
@@ -31,18 +41,38 @@ from dualform.v1.attribution_pb2 import (
     Value,
 )
 
-_COMPARISONS = {
-    "EQ": OPERATOR_EQ,
-    "NEQ": OPERATOR_NE,
-    "LT": OPERATOR_LT,
-    "LTE": OPERATOR_LE,
-    "GT": OPERATOR_GT,
-    "GTE": OPERATOR_GE,
+MAX_DEPTH = 100
+"""Parentheses and `not` within each other; the server's own bound, on messages, is below it."""
+
+_OPERATORS = {
+    "=": OPERATOR_EQ,
+    "==": OPERATOR_EQ,
+    "!=": OPERATOR_NE,
+    "<>": OPERATOR_NE,
+    "<": OPERATOR_LT,
+    "<=": OPERATOR_LE,
+    ">": OPERATOR_GT,
+    ">=": OPERATOR_GE,
 }
+_WORDS = frozenset(("and", "or", "not", "in", "between", "is", "null", "true", "false"))
 _GRAMMAR = (
     "possible are `column op literal` with = != < <= > >=, in (...), between a and b, is null, "
     "combined with and, or, not, ( )"
 )
+# Each kind ends where the next cannot begin, so that no text is tried in more than one way.
+_TOKEN = re.compile(
+    r"""
+    [ \t\n\r\f]*
+    (?: (?P<word>    [^\W\d]\w* )
+      | (?P<number>  (?: [0-9]+ (?:\.[0-9]*)? | \.[0-9]+ ) (?: [eE][+-]?[0-9]+ )? (?![\w.]) )
+      | (?P<text>    ' [^']* (?: '' [^']* )* ' (?!') )
+      | (?P<name>    " [^"]* (?: "" [^"]* )* " (?!") )
+      | (?P<sign>    == | != | <> | <= | >= | [=<>(),+-] )
+      | (?P<end>     \Z ) )
+    """,
+    re.VERBOSE,
+)
+_NO_TOKEN = re.compile(r"[ \t\n\r\f]*([\w.]+|.)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -123,204 +153,184 @@ def _mentions(error: Exception, value: object) -> bool:
     return re.search(rf"(?<!\w){re.escape(repr(value))}(?!\w)", str(error)) is not None
 
 
-_NO_LITERAL = {"COMMA", "L_PAREN", "R_PAREN", ""}
-_BEGINS_WITH_IF = re.compile(r"\s*(if)\b", re.IGNORECASE)
-# What stands before an operator is meant as a column.
-_LEFT_OF_OPERATOR = re.compile(
-    r"(?<![\w.])([a-z_]\w*)\s*(?:[=<>!]|(?:not\s+)?(?:in|between)\b|is\b)", re.IGNORECASE
-)
-_QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
+class _Token(NamedTuple):
+    """A piece of the text.
 
+    Attributes:
+        kind: One of `_WORDS`, an operator or other sign; else word, number, text, name or end.
+        text: As it stands there.
+        start, end: Offsets.
+    """
 
-def _words_of_sql(text: str) -> list[str]:
-    """Words that are meant as columns, and that SQL keeps for itself."""
-    plain = _QUOTED.sub(lambda quoted: " " * len(quoted[0]), text)
-    meant = dict.fromkeys(found[1] for found in _LEFT_OF_OPERATOR.finditer(plain))
-    operators = {"and", "or", "not", "in", "is", "between", "null", "true", "false"}
-    return [word for word in meant if word.lower() not in operators and not _is_column(word)]
-
-
-def _is_column(word: str) -> bool:
-    from sqlglot import exp
-    from sqlglot.dialects.dialect import Dialect
-    from sqlglot.errors import ParseError
-
-    if word.lower() == "if":
-        return False
-    try:
-        parsed = Dialect.get_or_raise(None).parse_into(exp.Condition, f"{word} = 1")
-    except ParseError:
-        return False
-    return [type(node.this) for node in parsed if isinstance(node, exp.EQ)] == [exp.Column]
-
-
-def _quote(words: list[str]) -> str:
-    """How to name columns that are called like words of SQL."""
-    quoted = ", ".join(f'"{word}"' for word in words)
-    return f"a column that is called like a word of SQL stands in double quotes: {quoted}"
+    kind: str
+    text: str
+    start: int
+    end: int
 
 
 class _Reader:
+    """Recursive descent; `_token` is the first that has not been read."""
+
     def __init__(self, text: str) -> None:
         self._text = text
+        self._depth = 0
         self.marks: list[tuple[str, tuple[Any, ...], int]] = []
-        # Offset of the column that was met last.
-        self._near = 0
+        self._token = self._scan(0)
 
     def read(self) -> Filter:
-        # Imported here: a client that never filters by text does not pay for it.
-        from sqlglot import exp
-        from sqlglot.dialects.dialect import Dialect
-        from sqlglot.errors import ParseError, TokenError
+        if self._token.kind == "end":
+            self._refuse("the filter is empty; where=None takes every row", 0)
+        found = self._any()
+        if self._token.kind != "end":
+            self._unexpected(_GRAMMAR)
+        return found
 
-        if not self._text.strip():
-            self._refuse("the filter is empty; where=None takes every row", 1)
-        if command := _BEGINS_WITH_IF.match(self._text):
-            # sqlglot takes it for a command, and logs that to everybody.
-            self._refuse(f"syntax error at {command[1]!r}; {_quote([command[1]])}", 1)
-        try:
-            # Not `parse_one`: it drops what stands behind a semicolon.
-            sql = Dialect.get_or_raise(None)
-            parts = sql.parse_into(exp.Condition, self._text)
-            if len(parts) != 1 or parts[0] is None:
-                remedy = self._remedy(_GRAMMAR)
-                self._refuse(f"it does not parse as one condition; {remedy}", 1)
-            condition = self._condition(parts[0])
-            self._check_words(sql.tokenize(self._text))
-            return condition
-        except ParseError as error:
-            self._refuse_syntax(error)
-        except TokenError:
-            self._refuse("a quote or comment is not closed", len(self._text))
-        except RecursionError:
-            self._refuse("the filter is nested too deeply; use in (...) or fewer parentheses", 1)
+    def _scan(self, at: int) -> _Token:
+        found = _TOKEN.match(self._text, at)
+        if found is None:
+            self._refuse_piece(at)
+        kind = str(found.lastgroup)
+        text, (start, end) = found[kind], found.span(kind)
+        if kind == "sign" or (kind == "word" and text.lower() in _WORDS):
+            kind = text.lower()
+        return _Token(kind, text, start, end)
 
-    def _check_words(self, tokens: Sequence[Any]) -> None:
-        """Refuse what is no SQL and sqlglot takes all the same, as if a part had been written."""
-        kinds = [token.token_type.name for token in tokens]
-        for place, token in enumerate(tokens):
-            behind = [*kinds[place + 1 : place + 4], "", "", ""]
-            if kinds[place] == "IN" and behind[0] != "L_PAREN":
-                self._refuse("in needs a list, as in label in (6, 9)", token.start + 1)
-            if kinds[place] == "BETWEEN" and behind[1 + (behind[0] == "DASH")] != "AND":
-                self._refuse("between needs two, as in step between 5 and 9", token.start + 1)
-            if kinds[place] == "IS" and behind[behind[0] == "NOT"] != "NULL":
-                self._refuse("is stands before null or not null alone", token.start + 1)
-            if kinds[place] == "NOT" and behind[0] == "IS":
-                self._refuse("not stands behind is, as in task is not null", token.start + 1)
-            if kinds[place] == "COMMA" and {behind[0], kinds[place - 1]} & _NO_LITERAL:
-                self._refuse("a literal is needed on both sides of a comma", token.start + 1)
-            if kinds[place] == "DOT" and tokens[place + 1].start > token.end + 1:
-                self._refuse("a number has no space in it, as in weight > .5", token.start + 1)
+    def _take(self, *kinds: str) -> _Token | None:
+        """The token, if it is of one of these kinds; then the next is up."""
+        token = self._token
+        if token.kind not in kinds:
+            return None
+        self._token = self._scan(token.end)
+        return token
 
-    def _condition(self, node: Any) -> Filter:
-        kind = type(node).__name__
-        if kind == "Paren":
-            return self._condition(node.this)
-        if kind == "And":
-            return Filter(all_of=self._chain(node))
-        if kind == "Or":
-            return Filter(any_of=self._chain(node))
-        if kind == "Not":
-            return Filter(negated=self._condition(node.this))
-        if kind in _COMPARISONS:
-            return self._compare(node, _COMPARISONS[kind], [node.expression])
-        if kind == "In" and not (node.args.get("query") or node.args.get("field")):
-            return self._compare(node, OPERATOR_IN, node.expressions)
-        if kind == "Between" and not node.args.get("symmetric"):
-            low = self._compare(node, OPERATOR_GE, [node.args["low"]])
-            high = self._compare(node, OPERATOR_LE, [node.args["high"]])
-            return Filter(all_of=FilterList(filters=[low, high]))
-        if kind == "Is" and type(node.expression).__name__ == "Null":
-            return self._compare(node, OPERATOR_IS_NULL, [])
-        self._refuse_node(node, self._remedy(_GRAMMAR))
+    def _any(self) -> Filter:
+        parts = self._chain(self._all, "or")
+        return parts[0] if len(parts) == 1 else Filter(any_of=FilterList(filters=parts))
 
-    def _chain(self, node: Any) -> FilterList:
-        # A loop: `a = 1 or a = 2 or ...` leans left as deep as it is long.
-        kind, parts = type(node), []
-        while type(node) is kind:
-            parts.append(node.expression)
-            node = node.this
-        parts.append(node)
-        return FilterList(filters=[self._condition(part) for part in reversed(parts)])
+    def _all(self) -> Filter:
+        parts = self._chain(self._one, "and")
+        return parts[0] if len(parts) == 1 else Filter(all_of=FilterList(filters=parts))
 
-    def _compare(self, node: Any, operator: int, literals: list[Any]) -> Filter:
-        column = node.this
-        if type(column).__name__ != "Column" or column.args.get("table"):
-            self._refuse_node(
-                node, self._remedy("a metadata column comes first, then the operator")
+    def _chain(self, part: Callable[[], Filter], word: str) -> list[Filter]:
+        parts = [part()]
+        while self._take(word):
+            parts.append(part())
+        return parts
+
+    def _one(self) -> Filter:
+        opening = self._take("not", "(")
+        if opening is None:
+            return self._comparison()
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            why = "the filter is nested too deeply; use in (...) or fewer parentheses"
+            self._refuse(why, opening.start)
+        if opening.kind == "not":
+            found = Filter(negated=self._one())
+        else:
+            found = self._any()
+            if self._take(")") is None:
+                self._unexpected(f"a ( is not closed; {_GRAMMAR}")
+        self._depth -= 1
+        return found
+
+    def _comparison(self) -> Filter:
+        column = self._take("word", "name")
+        if column is None:
+            self._unexpected(
+                f'a column that is called like this stands in double quotes: "{self._token.text}"'
+                if self._token.kind in _WORDS
+                else "a metadata column comes first, then the operator"
             )
-        position = self._position(column)
-        self._near = position - 1
-        values = [self._literal(literal) for literal in literals]
+        if operator := self._take(*_OPERATORS):
+            return self._compare(column, _OPERATORS[operator.kind], [self._literal()])
+        negation = self._take("not")
+        if negation and self._token.kind == "is":
+            self._refuse("not stands behind is, as in task is not null", negation.start)
+        if word := self._take("in"):
+            found = self._compare(column, OPERATOR_IN, self._list(word))
+        elif word := self._take("between"):
+            low = self._literal()
+            if self._take("and") is None:
+                self._refuse("between needs two, as in step between 5 and 9", word.start)
+            bounds = (OPERATOR_GE, low), (OPERATOR_LE, self._literal())
+            filters = [self._compare(column, operator, [bound]) for operator, bound in bounds]
+            found = Filter(all_of=FilterList(filters=filters))
+        elif word := self._take("is"):
+            negation = self._take("not")
+            if self._take("null") is None:
+                self._refuse("is stands before null or not null alone", word.start)
+            found = self._compare(column, OPERATOR_IS_NULL, [])
+        else:
+            self._unexpected(f"an operator is needed behind {column.text}; {_GRAMMAR}")
+        return Filter(negated=found) if negation else found
+
+    def _compare(self, column: _Token, operator: Any, values: list[Value]) -> Filter:
+        name = column.text
+        if column.kind == "name":
+            name = name[1:-1].replace('""', '"')
         plain = tuple(getattr(value, value.WhichOneof("kind") or "") for value in values)
-        self.marks.append((column.name, plain, position))
-        return Filter(
-            comparison=Comparison(
-                column=column.name,
-                operator=operator,  # type: ignore[arg-type]
-                values=values,
-            )
-        )
+        self.marks.append((name, plain, column.start + 1))
+        return Filter(comparison=Comparison(column=name, operator=operator, values=values))
 
-    def _literal(self, node: Any) -> Value:
-        kind, sign = type(node).__name__, 1
-        if kind == "Neg":
-            node, sign = node.this, -1
-            kind = type(node).__name__
-        if kind == "Literal" and not node.is_string:
-            number = node.name
-            try:
-                return value_of(sign * int(number), "where")
-            except ValueError:
-                pass
-            try:
-                return value_of(sign * float(number), "where")
-            except ValueError:
-                self._refuse_node(node, "it is no number")
-        if sign == 1 and kind == "Literal":
-            return value_of(node.name, "where")
-        if sign == 1 and kind == "Boolean":
-            return value_of(bool(node.this), "where")
-        if kind == "Null":
-            self._refuse_node(node, "nothing equals null; write `column is null`")
-        if kind == "Column":
-            self._refuse_node(
-                node, "a literal is needed here; text stands in single quotes, as in task = 'mnist'"
-            )
-        self._refuse_node(node, "a literal is needed here: a number, 'text', true or false")
+    def _list(self, word: _Token) -> list[Value]:
+        if self._take("(") is None:
+            self._refuse("in needs a list, as in label in (6, 9)", word.start)
+        if self._take(")"):
+            return []
+        values = [self._literal()]
+        while self._take(","):
+            values.append(self._literal())
+        if self._take(")") is None:
+            self._unexpected("in (...) holds literals with commas between them")
+        return values
 
-    def _refuse_syntax(self, error: Any) -> NoReturn:
-        details = error.errors[0] if error.errors else {}
-        token = details.get("highlight") or ""
-        if not details.get("line"):
-            self._refuse(f"it does not parse; {self._remedy(_GRAMMAR)}", 1)
-        # sqlglot counts lines from 1 and gives the column of the token's last character.
-        lines = self._text.splitlines(keepends=True)[: details["line"] - 1]
-        position = sum(map(len, lines)) + max(1, details["col"] - len(token) + 1)
-        self._refuse(f"syntax error at {token!r}; {self._remedy(_GRAMMAR)}", position)
+    def _literal(self) -> Value:
+        sign = self._take("+", "-")
+        if number := self._take("number"):
+            return self._number(number, -1 if sign and sign.kind == "-" else 1)
+        token = None if sign else self._take("text", "true", "false")
+        if token is None:
+            self._unexpected(self._missing())
+        if token.kind == "text":
+            return value_of(token.text[1:-1].replace("''", "'"), "where")
+        return value_of(token.kind == "true", "where")
 
-    def _remedy(self, otherwise: str) -> str:
-        words = _words_of_sql(self._text)
-        return _quote(words) if words else otherwise
+    def _number(self, token: _Token, sign: int) -> Value:
+        if not token.text.isdigit():
+            return value_of(sign * float(token.text), "where")
+        digits = token.text.lstrip("0") or "0"
+        # Python itself refuses to read thousands of digits.
+        number = sign * int(digits[:20])
+        if not -(2**63) <= number < 2**63:
+            self._refuse(f"{token.text} does not fit 64 bits", token.start)
+        return value_of(number, "where")
 
-    def _refuse_node(self, node: Any, why: str) -> NoReturn:
-        self._refuse(f"{node.sql()!r} is not possible; {why}", self._position(node))
+    def _missing(self) -> str:
+        """What a literal would be, beside what stands in its place."""
+        if self._token.kind == "null":
+            return "nothing equals null; write `column is null`"
+        if self._token.kind in ("word", "name"):
+            return "a literal is needed here; text stands in single quotes, as in task = 'mnist'"
+        return "a literal is needed here: a number, 'text', true or false"
 
-    def _position(self, node: Any) -> int:
-        from sqlglot import exp
+    def _unexpected(self, remedy: str) -> NoReturn:
+        token = self._token
+        if token.kind == "end":
+            self._refuse(f"the filter ends too early; {remedy}", token.start)
+        self._refuse(f"syntax error at {token.text!r}; {remedy}", token.start)
 
-        # sqlglot knows where identifiers stand; a literal is looked for behind its column.
-        starts: list[int] = [
-            n.meta["start"] for n in node.find_all(exp.Identifier) if "start" in n.meta
-        ]
-        words = re.compile(rf"(?<!\w){re.escape(node.sql())}(?!\w)", re.IGNORECASE)
-        found = words.search(self._text, self._near)
-        return 1 + min(starts or [found.start() if found else self._near])
+    def _refuse_piece(self, at: int) -> NoReturn:
+        """What is no token, though something stands there."""
+        found = _NO_TOKEN.match(self._text, at)
+        piece, start = (found[1], found.start(1)) if found else ("", at)
+        if piece in ("'", '"'):
+            self._refuse(f"the quote {piece} is not closed", start)
+        self._refuse(f"syntax error at {piece!r}; {_GRAMMAR}", start)
 
-    def _refuse(self, why: str, position: int) -> NoReturn:
+    def _refuse(self, why: str, start: int) -> NoReturn:
         raise InvalidArgumentError(
-            f"where={self._text!r}, position {position}: {why}",
+            f"where={self._text!r}, position {start + 1}: {why}",
             reason="INVALID_FILTER",
             field="where",
-        ) from None
+        )
