@@ -9,6 +9,8 @@ STAMP := $(VENV)/.installed
 PACKAGES := optimizers layers record store index questions engine replay serve client plot cli
 # Folders with Python of ours that is no package.
 LOOSE := examples experiments benchmarks scripts
+# Processes that share the tests: each needs a core and 2 GB. WORKERS=0 for one that a debugger can stop.
+WORKERS ?= 2
 # What is tested with other versions than those of .venv.
 FIVE := tests/store tests/index tests/engine tests/serve tests/client
 # Environments of their own, gone again when all is well.
@@ -27,7 +29,7 @@ demo: $(STAMP) ## The whole job once on real digits: record, build, verify, serv
 	@$(BIN)/python examples/digits_demo.py demo
 
 test: $(STAMP) ## All tests; those that need MNIST take it from DUALFORM_DATA (default ../shared/data) or skip
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=worksteal $(PYTEST_ARGS)
 
 test-lowest: $(STAMP) ## The tests of five parts with the oldest versions that pyproject.toml names (PYTHON: 3.10 or 3.11)
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info[:2] in [(3, 10), (3, 11)] else "the oldest versions have wheels for Python 3.10 and 3.11; this is " + sys.version.split()[0] + ": make test-lowest PYTHON=python3.11")'

@@ -11,6 +11,7 @@ import pytest
 
 from dualform.serve import policy
 
+LEFT_TO_US = [pool for pool in policy.POOLS if pool not in os.environ]
 policy.apply()  # before any test imports torch; the processes that tests start inherit it
 
 # A shell starts what it puts in the background with Ctrl-C ignored, and every child of such a
@@ -18,8 +19,20 @@ policy.apply()  # before any test imports torch; the processes that tests start 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+
 ROOT = Path(__file__).resolve().parent.parent
 DATA = Path(os.environ.get("DUALFORM_DATA", ROOT.parent / "shared" / "data"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Side by side, pytest-xdist's workers share the cores: none waits for another's threads.
+
+    Tests that are about threads set how many they want.
+    """
+    workers = getattr(config.option, "numprocesses", None) or 0
+    if workers > 1:
+        share = max(1, (os.cpu_count() or 1) // workers)
+        os.environ.update(dict.fromkeys(LEFT_TO_US, str(share)))
 
 
 @pytest.fixture(scope="session")
