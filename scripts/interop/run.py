@@ -124,6 +124,7 @@ def _questions() -> list[tuple[str, Any, bool, int]]:
     )
     ids = [pb.Value(int64_value=3), pb.Value(int64_value=10**6)]
     layers = [pb.ExplainLayer(layer=name, queries=tensor(d)) for name, d in (("0", 6), ("2", 4))]
+    along = pb.AttributedLayer(layer="2", queries=tensor(4), direction=tensor(3))
     top_k = pb.TopKRequest(layer="0", queries=tensor(6), k=3, where=where, explain_plan=False)
     ranked = pb.TopKRequest(
         layer="2", queries=tensor(4), k=2, rank_by=pb.RANK_BY_CONTRIBUTION, unit=0, at_step=0
@@ -136,6 +137,7 @@ def _questions() -> list[tuple[str, Any, bool, int]]:
         ("TopK", top_k),
         ("TopK", ranked),
         ("TopGroups", pb.TopGroupsRequest(layer="2", queries=tensor(4), by="label", k=2)),
+        ("Attribute", pb.AttributeRequest(layers=[along], inputs=2, by="label", k=2)),
         ("Sums", pb.SumsRequest(layer="2", queries=tensor(4), group_by="task", absolute=True)),
         ("Sums", pb.SumsRequest(layer="0", queries=tensor(6), group_by="step", bins=[0, 5, 20])),
         ("DualOutput", pb.DualOutputRequest(layer="0", queries=tensor(6))),

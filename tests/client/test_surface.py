@@ -66,6 +66,7 @@ def test_every_question_takes_index_and_timeout() -> None:
     for name in (
         "top_k",
         "top_groups",
+        "attribute",
         "sums",
         "profile",
         "dual_output",

@@ -30,8 +30,8 @@ from dualform.engine.api.index import Index
 from dualform.engine.messages import answers, needs
 from dualform.engine.messages.limits import Limits
 from dualform.questions import (
-    ExplainQuestion, OutputQuestion, StreamWeightsQuestion, SumsQuestion, TopGroupsQuestion,
-    TopKQuestion,
+    AttributedLayer, AttributeQuestion, ExplainQuestion, OutputQuestion, StreamWeightsQuestion,
+    SumsQuestion, TopGroupsQuestion, TopKQuestion,
 )
 from dualform.serve.memory import anonymous_bytes
 
@@ -62,6 +62,13 @@ def rows(name, question):
     one(name, needs.of_rows(index, question),
         lambda: answers.about_rows(index, question, limits, None))
 
+def attribute(name, queries, inputs, by, k):
+    of = None if inputs == len(queries) else np.sort(np.arange(len(queries)) % inputs)
+    layer = AttributedLayer("fc", queries, queries[:, :d_out], of)
+    question = AttributeQuestion((layer,), inputs, by=by, k=k, max_residual=1e9)
+    one(name, needs.of_attribute(index, question),
+        lambda: answers.attribute(index, question, limits, None))
+
 rows("warm", TopKQuestion("fc", some[:2], k=3))
 """
 
@@ -84,6 +91,10 @@ for kind, queries in (("some", some), ("same", same)):
     rows(f"top-groups-unit-{kind}", TopGroupsQuestion("fc", queries, "single", unit=1, **ask))
     rows(f"top-groups-direction-{kind}",
         TopGroupsQuestion("fc", queries, "single", direction=queries[:, :d_out], **ask))
+    attribute(f"attribute-{kind}", queries, 300, "single", 50)
+    attribute(f"attribute-places-{kind}", queries, 20, "single", 5)
+    attribute(f"attribute-few-places-{kind}", queries, 100, "label", 5)
+    attribute(f"attribute-all-{kind}", queries, 300, "single", None)
 rows("output", OutputQuestion("fc", some, max_residual=1e9))
 rows("output-groups", OutputQuestion("fc", some, group_by="label", max_residual=1e9))
 rows("output-step", OutputQuestion("fc", some, at_step=30, max_residual=1e9))
@@ -129,6 +140,8 @@ for kind, queries in (("some", some), ("same", same)):
     rows(f"top-groups-unit-{kind}", TopGroupsQuestion("fc", queries[:20], "single", unit=3, **ask))
     rows(f"top-groups-direction-{kind}", TopGroupsQuestion("fc", queries[:20], "single",
         direction=np.ones((20, 8), np.float32), **ask))
+    attribute(f"attribute-{kind}", queries[:20], 20, "single", 5)
+    attribute(f"attribute-places-{kind}", queries[:20], 4, "single", 5)
 for step in (None, 30):
     rows(f"output-{step}", OutputQuestion("fc", some, where=parse_filter("label != 3"),
         at_step=step, max_residual=1e9))

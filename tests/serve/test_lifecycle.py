@@ -220,6 +220,7 @@ def test_reflection_describes_the_service(index: Path) -> None:
             "GetIndex",
             "TopK",
             "TopGroups",
+            "Attribute",
             "Sums",
             "DualOutput",
             "Explain",

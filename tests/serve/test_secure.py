@@ -183,6 +183,7 @@ def test_a_token_opens_every_method_and_none_is_open_without(
             "GetIndex": pb.GetIndexRequest(index="one"),
             "TopK": pb.TopKRequest(k=2, **own),
             "TopGroups": pb.TopGroupsRequest(by="step", k=2, **own),
+            "Attribute": pb.AttributeRequest(index="one", inputs=1, by="step", k=2),
             "Sums": pb.SumsRequest(group_by="step", **own),
             "DualOutput": pb.DualOutputRequest(**own),
             "Explain": pb.ExplainRequest(index="one", k=1),
@@ -190,6 +191,8 @@ def test_a_token_opens_every_method_and_none_is_open_without(
             "GetExamples": pb.GetExamplesRequest(index="one", ids=[pb.Value(int64_value=1)]),
         }
         requests["Explain"].layers.add(layer="fc", queries=queries)
+        along = tensor(np.ones((1, 1), np.float32))
+        requests["Attribute"].layers.add(layer="fc", queries=queries, direction=along)
         methods = pb.DESCRIPTOR.services_by_name["AttributionService"].methods_by_name
         assert set(requests) == set(methods)
         for name, request in requests.items():
@@ -204,7 +207,7 @@ def test_a_token_opens_every_method_and_none_is_open_without(
             assert (refused.code, refused.reason) == (grpc.StatusCode.UNAUTHENTICATED, "BAD_TOKEN")
             for word in ("aaaaaaaaaaaaaaaa", "AAAAAAAAAAAAAAAA"):
                 metadata = ("authorization", f"Bearer {word}")
-                if name == "DualOutput":  # no values in this index
+                if name in ("DualOutput", "Attribute"):  # no values in this index
                     assert refusal(lambda: call(metadata)).reason == "NO_VALUES"  # noqa: B023
                 else:
                     call(metadata)

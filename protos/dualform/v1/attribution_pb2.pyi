@@ -426,6 +426,62 @@ class TopGroupsResponse(_message.Message):
     index_version: str
     def __init__(self, groups: _Optional[_Union[Column, _Mapping]] = ..., scores: _Optional[_Union[Tensor, _Mapping]] = ..., counts: _Optional[_Union[Tensor, _Mapping]] = ..., coverage: _Optional[_Union[Coverage, _Mapping]] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., index_version: _Optional[str] = ...) -> None: ...
 
+class AttributedLayer(_message.Message):
+    __slots__ = ("layer", "queries", "direction", "inputs")
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    QUERIES_FIELD_NUMBER: _ClassVar[int]
+    DIRECTION_FIELD_NUMBER: _ClassVar[int]
+    INPUTS_FIELD_NUMBER: _ClassVar[int]
+    layer: str
+    queries: Tensor
+    direction: Tensor
+    inputs: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, layer: _Optional[str] = ..., queries: _Optional[_Union[Tensor, _Mapping]] = ..., direction: _Optional[_Union[Tensor, _Mapping]] = ..., inputs: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class AttributeRequest(_message.Message):
+    __slots__ = ("index", "layers", "inputs", "by", "k", "where", "order", "max_residual")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    INPUTS_FIELD_NUMBER: _ClassVar[int]
+    BY_FIELD_NUMBER: _ClassVar[int]
+    K_FIELD_NUMBER: _ClassVar[int]
+    WHERE_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
+    MAX_RESIDUAL_FIELD_NUMBER: _ClassVar[int]
+    index: str
+    layers: _containers.RepeatedCompositeFieldContainer[AttributedLayer]
+    inputs: int
+    by: str
+    k: int
+    where: Filter
+    order: Order
+    max_residual: float
+    def __init__(self, index: _Optional[str] = ..., layers: _Optional[_Iterable[_Union[AttributedLayer, _Mapping]]] = ..., inputs: _Optional[int] = ..., by: _Optional[str] = ..., k: _Optional[int] = ..., where: _Optional[_Union[Filter, _Mapping]] = ..., order: _Optional[_Union[Order, str]] = ..., max_residual: _Optional[float] = ...) -> None: ...
+
+class AttributeResponse(_message.Message):
+    __slots__ = ("groups", "scores", "counts", "by_layer", "initial", "rows", "residual", "outputs", "coverage", "index_version")
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    SCORES_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    BY_LAYER_FIELD_NUMBER: _ClassVar[int]
+    INITIAL_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    RESIDUAL_FIELD_NUMBER: _ClassVar[int]
+    OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    COVERAGE_FIELD_NUMBER: _ClassVar[int]
+    INDEX_VERSION_FIELD_NUMBER: _ClassVar[int]
+    groups: Column
+    scores: Tensor
+    counts: Tensor
+    by_layer: Tensor
+    initial: Tensor
+    rows: Tensor
+    residual: Tensor
+    outputs: Tensor
+    coverage: _containers.RepeatedCompositeFieldContainer[Coverage]
+    index_version: str
+    def __init__(self, groups: _Optional[_Union[Column, _Mapping]] = ..., scores: _Optional[_Union[Tensor, _Mapping]] = ..., counts: _Optional[_Union[Tensor, _Mapping]] = ..., by_layer: _Optional[_Union[Tensor, _Mapping]] = ..., initial: _Optional[_Union[Tensor, _Mapping]] = ..., rows: _Optional[_Union[Tensor, _Mapping]] = ..., residual: _Optional[_Union[Tensor, _Mapping]] = ..., outputs: _Optional[_Union[Tensor, _Mapping]] = ..., coverage: _Optional[_Iterable[_Union[Coverage, _Mapping]]] = ..., index_version: _Optional[str] = ...) -> None: ...
+
 class SumsRequest(_message.Message):
     __slots__ = ("index", "layer", "queries", "group_by", "absolute", "where", "bins", "strategy", "explain_plan")
     INDEX_FIELD_NUMBER: _ClassVar[int]

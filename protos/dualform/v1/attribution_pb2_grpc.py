@@ -34,6 +34,11 @@ class AttributionServiceStub(object):
                 request_serializer=dualform_dot_v1_dot_attribution__pb2.TopGroupsRequest.SerializeToString,
                 response_deserializer=dualform_dot_v1_dot_attribution__pb2.TopGroupsResponse.FromString,
                 )
+        self.Attribute = channel.unary_unary(
+                '/dualform.v1.AttributionService/Attribute',
+                request_serializer=dualform_dot_v1_dot_attribution__pb2.AttributeRequest.SerializeToString,
+                response_deserializer=dualform_dot_v1_dot_attribution__pb2.AttributeResponse.FromString,
+                )
         self.Sums = channel.unary_unary(
                 '/dualform.v1.AttributionService/Sums',
                 request_serializer=dualform_dot_v1_dot_attribution__pb2.SumsRequest.SerializeToString,
@@ -89,6 +94,14 @@ class AttributionServiceServicer(object):
     def TopGroups(self, request, context):
         """The k groups of a column whose rows' weights, or contributions, add up to the largest (smallest,
         largest absolute) sums per query.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Attribute(self, request, context):
+        """The same over several layers at once, along the gradient of a number that a model gave: the groups
+        whose rows, of all layers together, did most to it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -151,6 +164,11 @@ def add_AttributionServiceServicer_to_server(servicer, server):
                     servicer.TopGroups,
                     request_deserializer=dualform_dot_v1_dot_attribution__pb2.TopGroupsRequest.FromString,
                     response_serializer=dualform_dot_v1_dot_attribution__pb2.TopGroupsResponse.SerializeToString,
+            ),
+            'Attribute': grpc.unary_unary_rpc_method_handler(
+                    servicer.Attribute,
+                    request_deserializer=dualform_dot_v1_dot_attribution__pb2.AttributeRequest.FromString,
+                    response_serializer=dualform_dot_v1_dot_attribution__pb2.AttributeResponse.SerializeToString,
             ),
             'Sums': grpc.unary_unary_rpc_method_handler(
                     servicer.Sums,
@@ -252,6 +270,23 @@ class AttributionService(object):
         return grpc.experimental.unary_unary(request, target, '/dualform.v1.AttributionService/TopGroups',
             dualform_dot_v1_dot_attribution__pb2.TopGroupsRequest.SerializeToString,
             dualform_dot_v1_dot_attribution__pb2.TopGroupsResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Attribute(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/dualform.v1.AttributionService/Attribute',
+            dualform_dot_v1_dot_attribution__pb2.AttributeRequest.SerializeToString,
+            dualform_dot_v1_dot_attribution__pb2.AttributeResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

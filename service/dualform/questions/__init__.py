@@ -4,10 +4,12 @@ The remote client, the engine and a local index use the same objects; `message_o
 go between them and the wire. Needs NumPy and protobuf alone.
 """
 
+from dualform.questions.attributed import AttributedLayer
 from dualform.questions.errors import QuestionError
 from dualform.questions.question import Question
 from dualform.questions.questions import (
     MAX_RESIDUAL,
+    AttributeQuestion,
     ExamplesQuestion,
     ExplainQuestion,
     IndexesQuestion,
@@ -23,6 +25,8 @@ from dualform.questions.wire import message_of, question_of, tensor_of
 
 __all__ = [
     "MAX_RESIDUAL",
+    "AttributeQuestion",
+    "AttributedLayer",
     "ExamplesQuestion",
     "ExplainQuestion",
     "IndexQuestion",

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, get_args, get_type_hints
 
 from dualform.questions import checks
+from dualform.questions.attributed import attributed_layers
 from dualform.v1 import attribution_pb2 as pb
 
 
@@ -46,8 +47,8 @@ class Field:
 
     Attributes:
         name: In the class and in the message.
-        kind: "tensor", "filter", "layers", "values", "numbers", "number", "flag", "text", or
-            "choice".
+        kind: "tensor", "filter", "layers", "attributed", "values", "numbers", "number", "flag",
+            "text", or "choice".
         optional: Whether it may be None.
         present: Whether the message can tell that it is absent.
         choices: The numbers of a choice's words.
@@ -72,6 +73,7 @@ _CHECKS: dict[str, Callable[[Any, str], Any]] = {
     "tensor": checks.queries,
     "filter": checks.filter_message,
     "layers": lambda value, _: checks.layers(value),
+    "attributed": lambda value, _: attributed_layers(value),
     "values": checks.ids,
     "numbers": checks.edges,
     "real": checks.real,
@@ -83,6 +85,7 @@ _MESSAGES = {
     "Tensor": "tensor",
     "Filter": "filter",
     "ExplainLayer": "layers",
+    "AttributedLayer": "attributed",
     "Value": "values",
 }
 

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from dualform.questions.attributed import AttributedLayer, check_inputs
 from dualform.questions.errors import QuestionError
 from dualform.questions.question import Question
 from dualform.v1 import attribution_pb2 as pb
@@ -126,6 +127,37 @@ class TopGroupsQuestion(Question):
 
     def check(self) -> None:
         check_ranking(self)
+
+
+@dataclass(frozen=True, eq=False)
+class AttributeQuestion(Question):
+    """The groups whose rows, of several layers together, did most to a number that a model gave.
+
+    Attributes:
+        layers: What each layer saw, and where the number's gradient points at its output.
+        inputs: How many inputs there are.
+        by, where, index: As for TopGroupsQuestion.
+        k: Groups per input, at least 1; None for the sums of every group.
+        order: As for TopGroupsQuestion.
+        max_residual: As for OutputQuestion, of every layer.
+    """
+
+    message: ClassVar[type[Any]] = pb.AttributeRequest
+
+    layers: tuple[AttributedLayer, ...]
+    inputs: int
+    by: str = "example"
+    k: int | None = 10
+    where: pb.Filter | None = None
+    order: Order = "largest"
+    max_residual: float | None = None
+    index: str | None = None
+
+    def check(self) -> None:
+        if self.k is not None and self.k < 1:
+            raise QuestionError(f"k is {self.k}; it must be an integer, at least 1", field="k")
+        check_max_residual(self.max_residual)
+        check_inputs(self.layers, self.inputs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -328,6 +360,7 @@ QUESTIONS: tuple[type[Question], ...] = (
     IndexQuestion,
     TopKQuestion,
     TopGroupsQuestion,
+    AttributeQuestion,
     SumsQuestion,
     OutputQuestion,
     ExplainQuestion,

@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dualform.questions.attributed import AttributedLayer
 from dualform.questions.checks import MATRICES, matrix_error
 from dualform.questions.errors import QuestionError
 from dualform.questions.question import Field, Question, fields_of
 from dualform.questions.questions import QUESTIONS
 from dualform.v1 import attribution_pb2 as pb
 
+_LARGE = ("tensor", "layers", "attributed")
 _QUESTIONS = {kind.message: kind for kind in QUESTIONS}
 
 
@@ -37,6 +39,13 @@ def message_of(question: Question) -> Any:
         elif field.kind == "layers":
             for layer, queries in value:
                 message.layers.add(layer=layer, queries=tensor_of(queries))
+        elif field.kind == "attributed":
+            for layer in value:
+                queries, direction = map(tensor_of, layer.matrices)
+                inputs = None if layer.inputs is None else layer.inputs.tolist()
+                message.layers.add(
+                    layer=layer.layer, queries=queries, direction=direction, inputs=inputs
+                )
         elif field.kind == "values":
             message.ids.extend(
                 pb.Value(string_value=item) if isinstance(item, str) else pb.Value(int64_value=item)
@@ -60,7 +69,7 @@ def question_of(message: Any) -> Any:
     if kind is None:
         raise TypeError(f"{type(message).__name__} is no request of AttributionService")
     # What is large comes last: whatever else is wrong is said before it is unpacked.
-    fields = sorted(fields_of(kind), key=lambda field: field.kind in ("tensor", "layers"))
+    fields = sorted(fields_of(kind), key=lambda field: field.kind in _LARGE)
     return kind(**{field.name: _value(message, field) for field in fields})
 
 
@@ -97,9 +106,15 @@ def _word(number: int, field: Field) -> str:
     )
 
 
-def _queries_of(layer: pb.ExplainLayer) -> npt.NDArray[np.float32]:
+def _attributed(layer: pb.AttributedLayer) -> AttributedLayer:
+    inputs = np.array(layer.inputs, np.int64) if layer.inputs else None
+    direction = _of_layer(layer, "direction")
+    return AttributedLayer(layer.layer, _of_layer(layer, "queries"), direction, inputs)
+
+
+def _of_layer(layer: pb.ExplainLayer | pb.AttributedLayer, field: str) -> npt.NDArray[np.float32]:
     try:
-        return _matrix(layer.queries, "queries")
+        return _matrix(getattr(layer, field), field)
     except QuestionError as error:
         raise QuestionError(
             f"layer {layer.layer!r}: {error}", field=error.field, reason=error.reason
@@ -137,7 +152,8 @@ def _id(value: pb.Value) -> int | str | None:
 
 
 _UNPACKED: dict[str, Callable[[Any], Any]] = {
-    "layers": lambda sent: [(layer.layer, _queries_of(layer)) for layer in sent],
+    "layers": lambda sent: [(layer.layer, _of_layer(layer, "queries")) for layer in sent],
+    "attributed": lambda sent: [_attributed(layer) for layer in sent],
     "values": lambda sent: [_id(value) for value in sent],
     "numbers": lambda sent: list(sent) or None,
 }

@@ -42,7 +42,7 @@ def kind_of(method: str, request: Any) -> tuple[Any, ...]:
             sizes.append(value.ByteSize().bit_length())
         elif field.name in ("layers", "bins", "ids"):
             sizes.append(sum(_size(entry) for entry in value).bit_length())
-        elif field.name == "k":
+        elif field.name in ("k", "inputs"):
             sizes.append(int(value).bit_length())
         elif field.name != "at_step":
             words.append((field.name, value))

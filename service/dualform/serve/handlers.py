@@ -201,7 +201,8 @@ def _found(response: Any, plan_wanted: bool) -> _Found:
     facts: dict[str, Any] = {}
     fields = response.DESCRIPTOR.fields_by_name
     if "coverage" in fields:
-        facts["rows"] = response.coverage.rows
+        several = [response.coverage] if hasattr(response.coverage, "rows") else response.coverage
+        facts["rows"] = sum(coverage.rows for coverage in several)
     if "plan" in fields:
         name = pb.Strategy.Name(response.plan.strategy)
         facts["strategy"] = name.removeprefix("STRATEGY_").lower()

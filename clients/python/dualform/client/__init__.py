@@ -11,6 +11,7 @@ Remote mode needs grpcio, protobuf and numpy only. What is behind the names:
 """
 
 from dualform.client._async import AsyncClient
+from dualform.client._attribution import AttributionResult
 from dualform.client._capture import capture_queries
 from dualform.client._dual_form import dual_form
 from dualform.client._filters import parse_filter
@@ -55,6 +56,7 @@ from dualform.v1.attribution_pb2 import Filter
 
 __all__ = [
     "AsyncClient",
+    "AttributionResult",
     "CallError",
     "CancelledError",
     "ChosenPlan",

@@ -96,15 +96,15 @@ class Asking:
 
     def indexes(self, timeout: float | None) -> Steps[list[IndexSummary]]:
         """See Client.indexes."""
-        deadline = self._deadline(timeout)
-        response = yield from self._send(IndexesQuestion(), deadline)
+        deadline = self.deadline(timeout)
+        response = yield from self.send(IndexesQuestion(), deadline)
         self._limits = limits_of(response.limits)
         return [summary_of(index) for index in response.indexes]
 
     def index(self, question: IndexQuestion, timeout: float | None) -> Steps[IndexInfo]:
         """See Client.index."""
-        deadline = self._deadline(timeout)
-        response = yield from self._send(question, deadline)
+        deadline = self.deadline(timeout)
+        response = yield from self.send(question, deadline)
         self._limits = limits_of(response.limits)
         return index_of(response.index)
 
@@ -123,9 +123,9 @@ class Asking:
             timeout: Seconds for all parts.
             decode: Makes a result of a response.
         """
-        deadline = self._deadline(timeout)
+        deadline = self.deadline(timeout)
         matrix = question.queries
-        limits = yield from self._known_limits(deadline)
+        limits = yield from self.known_limits(deadline)
         by_query = _by_query(question)
         width = sum(array.shape[1] for array in by_query.values())
         first = {name: array[:1] for name, array in by_query.items()}
@@ -136,11 +136,11 @@ class Asking:
             part = {name: array[start : start + size] for name, array in by_query.items()}
             count = len(part["queries"])
             try:
-                response = yield from self._send(replace(question, **part), deadline)
+                response = yield from self.send(replace(question, **part), deadline)
             except ResourceExhaustedError as error:
-                size = _halved(error, count)
+                size = halved(error, count)
             except InvalidArgumentError as error:
-                raise _located(error, where) from None
+                raise located(error, where) from None
             else:
                 parts.append(decode(response))
                 start += count
@@ -154,7 +154,7 @@ class Asking:
         timeout: float | None,
     ) -> Steps[SumsResult]:
         """Sums over so many equal parts of training; see Client.profile."""
-        deadline = self._deadline(timeout)
+        deadline = self.deadline(timeout)
         count = int64(bins, "bins")
         if not 1 <= count <= MAX_BINS:
             raise InvalidArgumentError(
@@ -172,9 +172,9 @@ class Asking:
         self, question: ExplainQuestion, where: str | pb.Filter | None, timeout: float | None
     ) -> Steps[dict[str, Explanation]]:
         """See Client.explain."""
-        deadline = self._deadline(timeout)
+        deadline = self.deadline(timeout)
         left = dict(question.layers)
-        limits = yield from self._known_limits(deadline)
+        limits = yield from self.known_limits(deadline)
         width = sum(queries.shape[1] for queries in left.values())
         first = [(layer, queries[:1]) for layer, queries in left.items()]
         size = _batch_size(_overhead(question, layers=first), width, limits)
@@ -182,12 +182,12 @@ class Asking:
         while left:
             batch = tuple((layer, queries[:size]) for layer, queries in left.items())
             try:
-                response = yield from self._send(replace(question, layers=batch), deadline)
+                response = yield from self.send(replace(question, layers=batch), deadline)
             except ResourceExhaustedError as error:
-                size = _halved(error, min(size, max(map(len, left.values()))))
+                size = halved(error, min(size, max(map(len, left.values()))))
                 continue
             except InvalidArgumentError as error:
-                raise _located(error, where) from None
+                raise located(error, where) from None
             for layer, found in zip(left, explanations_of(response), strict=True):
                 parts[layer].append(found)
             left = {name: queries[size:] for name, queries in left.items() if len(queries) > size}
@@ -195,40 +195,40 @@ class Asking:
 
     def stream_weights(self, question: StreamWeightsQuestion, timeout: float | None) -> Steps[Any]:
         """See Client.stream_weights: what to send; the response is the driver's business."""
-        return self._send(question, self._deadline(timeout))
+        return self.send(question, self.deadline(timeout))
 
     def examples(
         self, ids: Iterable[object], index: str | None, timeout: float | None
     ) -> Steps[list[bytes | str | None]]:
         """See Client.examples."""
-        deadline = self._deadline(timeout)
+        deadline = self.deadline(timeout)
         # Padding has no id, and what has no id has no payload.
         given = list(_flat(ids))
         some = tuple(entry for entry in given if entry is not None)
         if not some:
             return [None] * len(given)
         question = ExamplesQuestion(some, index=index)  # type: ignore[arg-type]
-        limits = yield from self._known_limits(deadline)
+        limits = yield from self.known_limits(deadline)
         payloads: list[bytes | str | None] = []
         size = limits.max_queries
         while len(payloads) < len(some):
             part = question.ids[len(payloads) : len(payloads) + size]
             try:
-                response = yield from self._send(replace(question, ids=part), deadline)
+                response = yield from self.send(replace(question, ids=part), deadline)
             except ResourceExhaustedError as error:
-                size = _halved(error, len(part))
+                size = halved(error, len(part))
             else:
                 payloads.extend(_payload(example) for example in response.examples)
         found = iter(payloads)
         return [None if entry is None else next(found) for entry in given]
 
-    def _known_limits(self, deadline: Deadline) -> Steps[ServerLimits]:
+    def known_limits(self, deadline: Deadline) -> Steps[ServerLimits]:
         if self._limits is None:
-            response = yield from self._send(IndexesQuestion(), deadline)
+            response = yield from self.send(IndexesQuestion(), deadline)
             self._limits = limits_of(response.limits)
         return self._limits
 
-    def _send(self, question: Question, deadline: Deadline) -> Steps[Any]:
+    def send(self, question: Question, deadline: Deadline) -> Steps[Any]:
         request = question if self._local else message_of(question)
         pauses = self._retry.pauses()
         tries = 0
@@ -251,7 +251,7 @@ class Asking:
                     ) from None
             yield Pause(pause)
 
-    def _deadline(self, timeout: float | None) -> Deadline:
+    def deadline(self, timeout: float | None) -> Deadline:
         return Deadline(self._timeout if timeout is None else timeout)
 
 
@@ -285,7 +285,7 @@ def _payload(example: pb.Example) -> bytes | str | None:
     return payload
 
 
-def _located(error: InvalidArgumentError, where: str | pb.Filter | None) -> InvalidArgumentError:
+def located(error: InvalidArgumentError, where: str | pb.Filter | None) -> InvalidArgumentError:
     """The error, with the place in the filter's text that it speaks of."""
     return where_of(where).located(error) if error.field == "where" else error
 
@@ -301,7 +301,7 @@ def _batch_size(overhead: int, width: int, limits: ServerLimits) -> int:
     return max(1, min(limits.max_queries, (limits.max_message_bytes - overhead) // row_bytes))
 
 
-def _halved(error: ResourceExhaustedError, size: int) -> int:
+def halved(error: ResourceExhaustedError, size: int) -> int:
     """A batch of half the size, where that can help; otherwise the error goes on."""
     if error.reason != _TOO_LARGE or size < 2:
         raise error

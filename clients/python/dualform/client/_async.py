@@ -84,6 +84,7 @@ class AsyncClient(AsyncDriver):
     index = awaited(Client.index)
     top_k = awaited(Client.top_k)
     top_groups = awaited(Client.top_groups)
+    attribute = awaited(Client.attribute)
     sums = awaited(Client.sums)
     profile = awaited(Client.profile)
     dual_output = awaited(Client.dual_output)

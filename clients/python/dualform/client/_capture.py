@@ -57,7 +57,7 @@ def capture_queries(
     """
     import torch
 
-    _check_hooks_fire(model, layers)
+    check_hooks_fire(model, layers)
     if not isinstance(model, torch.nn.Module):
         raise InvalidArgumentError(
             f"model is of type {type(model).__name__}; a torch.nn.Module is needed", field="model"
@@ -73,7 +73,7 @@ def capture_queries(
             hook = _recorder(name, kind, layer, seen[name])
             called = kind.host or layer
             handles.append(called.register_forward_hook(hook, with_kwargs=True))
-        with _undisturbed(model), without_fast_paths(), torch.no_grad():
+        with undisturbed(model), without_fast_paths(), torch.no_grad():
             model(*inputs, **dict(kwargs or {}))
     finally:
         for handle in handles:
@@ -89,7 +89,7 @@ def capture_queries(
     return {name: torch.cat(keys).numpy() for name, keys in seen.items() if keys}
 
 
-def _check_hooks_fire(model: object, layers: object) -> None:
+def check_hooks_fire(model: object, layers: object) -> None:
     """Scripted, traced and exported models run without their layers' Python: no hook sees in."""
     import torch
 
@@ -174,7 +174,7 @@ def without_fast_paths() -> Iterator[None]:
 
 
 @contextmanager
-def _undisturbed(model: torch.nn.Module) -> Iterator[None]:
+def undisturbed(model: torch.nn.Module) -> Iterator[None]:
     """Eval mode inside; flags, random state and buffers as before behind it."""
     import torch
 

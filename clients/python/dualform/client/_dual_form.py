@@ -5,15 +5,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dualform.client._arrays import int64, patterns_of
+from dualform.client._arrays import int64
 from dualform.client._calls import checked_call, outside_compiled_code
 from dualform.client._capture import without_fast_paths
 from dualform.client._info import IndexInfo, LayerInfo
+from dualform.client._model_layers import check_exact, chosen_layers, probe_of
 from dualform.client._sync import Client
 from dualform.client.errors import CallError, FailedPreconditionError, InvalidArgumentError
 from dualform.v1.attribution_pb2 import Filter
@@ -88,11 +88,11 @@ def dual_form(
         )
     _check_model(model)
     info = client.index(index, timeout=timeout)
-    kinds = _chosen(model, info, layers)
+    kinds = chosen_layers(model, info, layers)
     chosen = {name: model.get_submodule(name) for name in kinds}
     end = _end(info, at_step)
     for name in chosen:
-        _check_exact(info.layers[name], None if at_step is None else end)
+        check_exact(info.layers[name], None if at_step is None else end)
     if where is not None or max_residual is not None:
         _check_question(client, info, chosen, where, max_residual, index, timeout)
     _warn_of_another_model(model, client, info, kinds, at_step, index, timeout)
@@ -213,69 +213,6 @@ def _check_model(model: object) -> None:
             )
 
 
-def _chosen(
-    model: torch.nn.Module, info: IndexInfo, layers: str | Sequence[str] | None
-) -> dict[str, LayerKind]:
-    """The kinds of the layers to replace, once each is the index's in name, kind and shape."""
-    from dualform.layers import layers_of
-
-    modules = dict(model.named_modules())
-    if layers is None:
-        names = [name for name in info.layers if name in modules]
-        if not names:
-            raise InvalidArgumentError(
-                f"the model has none of the index's layers ({_listed(info.layers)}): is it the "
-                "one that was recorded?",
-                field="model",
-            )
-    else:
-        patterns = patterns_of(layers)
-        if not patterns:
-            raise InvalidArgumentError(
-                "layers=[] names none; None takes all that the model has", field="layers"
-            )
-        names = _matching(info, patterns)
-    kinds = layers_of(model)
-    return {name: _checked(modules.get(name), info.layers[name], kinds) for name in names}
-
-
-def _matching(info: IndexInfo, patterns: Sequence[str]) -> list[str]:
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in info.layers):
-            raise InvalidArgumentError(
-                f"layers: {pattern!r} matches no layer of the index; there are: "
-                f"{_listed(info.layers)}",
-                field="layers",
-            )
-    return [name for name in info.layers if any(fnmatchcase(name, each) for each in patterns)]
-
-
-def _checked(
-    module: torch.nn.Module | None, info: LayerInfo, kinds: Mapping[str, LayerKind]
-) -> LayerKind:
-    if module is None:
-        raise InvalidArgumentError(
-            f"the model has no layer {info.name!r}; its linear layers are: {_listed(kinds)}",
-            field="layers",
-        )
-    kind = kinds.get(info.name)
-    if kind is None or kind.kind != info.kind:
-        raise InvalidArgumentError(
-            f"layer {info.name!r} is {info.kind} in the index and {type(module).__name__} in the "
-            f"model; its linear layers are: {_listed(kinds)}",
-            field="layers",
-        )
-    of_model = (*kind.shape(module), kind.bias(module) is not None)
-    of_index = (info.d_in, info.d_out, info.bias)
-    if of_model != of_index:
-        raise InvalidArgumentError(
-            f"layer {info.name!r} is {_shape(*of_index)} in the index and {_shape(*of_model)} in "
-            "the model: is it the one that was recorded?",
-            field="layers",
-        )
-    return kind
-
-
 def _end(info: IndexInfo, at_step: int | None) -> int:
     if at_step is None:
         return info.steps
@@ -286,24 +223,6 @@ def _end(info: IndexInfo, at_step: int | None) -> int:
             field="at_step",
         )
     return at_step
-
-
-def _check_exact(info: LayerInfo, end: int | None) -> None:
-    if not info.values:
-        raise FailedPreconditionError(
-            f"layer {info.name!r} was recorded or indexed without values, so it has no dual form",
-            reason="NO_VALUES",
-            field="layers",
-        )
-    for mark in info.inexact:
-        if end is not None and mark.from_step < end:
-            raise FailedPreconditionError(
-                f"the dual form of layer {info.name!r} is not exact from step {mark.from_step} on: "
-                f"{mark.reason}; leave the layer out of layers=, or ask with at_step <= "
-                f"{mark.from_step}",
-                reason="INEXACT",
-                field="layers",
-            )
 
 
 def _check_question(
@@ -341,8 +260,6 @@ def _warn_of_another_model(
 
     Told by the layers inside it: one product of each with a random vector, in model and index.
     """
-    import torch
-
     inside = {
         id(parameter) for name in kinds for parameter in model.get_submodule(name).parameters()
     }
@@ -350,14 +267,7 @@ def _warn_of_another_model(
         return
     for name, kind in kinds.items():
         layer = model.get_submodule(name)
-        weight, bias = kind.matrix(layer).detach(), kind.bias(layer)
-        probe = np.random.default_rng(0).standard_normal((1, weight.shape[1]))
-        probe = probe.astype(np.float32)
-        of_model = torch.nn.functional.linear(
-            torch.from_numpy(probe).double(),
-            weight.cpu().double(),
-            None if bias is None else bias.detach().cpu().double(),
-        ).numpy()
+        probe, of_model = probe_of(kind, layer)
         # Either the checkpoint of that step is meant, or the trained model, where that is known.
         for step in {at_step} if info.layers[name].inexact else {at_step, None}:
             found = client.dual_output(
@@ -374,11 +284,3 @@ def _warn_of_another_model(
                 stacklevel=4,
             )
             return
-
-
-def _shape(d_in: int, d_out: int, bias: bool) -> str:
-    return f"{d_in} -> {d_out} {'with' if bias else 'without'} bias"
-
-
-def _listed(names: Mapping[str, object] | Sequence[str]) -> str:
-    return ", ".join(map(repr, names)) or "none"

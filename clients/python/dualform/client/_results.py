@@ -96,7 +96,7 @@ class TopKResult:
         Raises:
             FailedPreconditionError: pandas is not installed.
         """
-        pandas = _pandas()
+        pandas = pandas_of()
         hit = self.rows >= 0
         places = np.nonzero(hit)
         table: dict[str, Any] = {
@@ -109,7 +109,7 @@ class TopKResult:
             table["count"] = self.counts[hit]
         for name, column in self.columns.items():
             key = f"{name}_column" if name in table else name
-            table[key] = _plain(column[hit])
+            table[key] = plain(column[hit])
         return pandas.DataFrame(table)
 
 
@@ -141,14 +141,14 @@ class TopGroupsResult:
         Raises:
             FailedPreconditionError: pandas is not installed.
         """
-        pandas = _pandas()
+        pandas = pandas_of()
         found = self.counts > 0
         places = np.nonzero(found)
         return pandas.DataFrame(
             {
                 "query": places[0],
                 "rank": places[1],
-                "group": _plain(self.groups[found]),
+                "group": plain(self.groups[found]),
                 "score": self.scores[found],
                 "count": self.counts[found],
             }
@@ -181,7 +181,7 @@ class SumsResult:
         Raises:
             FailedPreconditionError: pandas is not installed.
         """
-        pandas = _pandas()
+        pandas = pandas_of()
         return pandas.DataFrame(
             self.values,
             index=pandas.RangeIndex(len(self.values), name="query"),
@@ -258,7 +258,7 @@ class DualOutputResult:
         Raises:
             FailedPreconditionError: pandas is not installed.
         """
-        pandas = _pandas()
+        pandas = pandas_of()
         units = pandas.RangeIndex(self.values.shape[-1], name="unit")
         queries = range(len(self.values))
         if self.groups is None:
@@ -281,7 +281,7 @@ def top_k_of(message: pb.TopKResponse) -> TopKResult:
         scores=scores,
         columns={column.name: column_of(column, rows.shape) for column in message.columns},
         groups=groups_of(message.groups, rows.shape[1]) if message.HasField("groups") else None,
-        coverage=_coverage(message.coverage),
+        coverage=coverage_of(message.coverage),
         counts=array_of(message.counts) if message.HasField("counts") else None,
         plan=_plan_of(message),
         index_version=message.index_version,
@@ -297,7 +297,7 @@ def top_groups_of(message: pb.TopGroupsResponse) -> TopGroupsResult:
         groups=column_of(message.groups, scores.shape),
         scores=scores,
         counts=counts,
-        coverage=_coverage(message.coverage),
+        coverage=coverage_of(message.coverage),
         plan=_plan_of(message),
         index_version=message.index_version,
     )
@@ -312,7 +312,7 @@ def sums_of(message: pb.SumsResponse) -> SumsResult:
         groups=groups_of(message.groups, values.shape[1]),
         values=values,
         counts=array_of(message.counts),
-        coverage=_coverage(message.coverage),
+        coverage=coverage_of(message.coverage),
         plan=_plan_of(message),
         index_version=message.index_version,
     )
@@ -334,7 +334,7 @@ def dual_output_of(message: pb.DualOutputResponse) -> DualOutputResult:
         trained=array_of(message.trained) if message.HasField("trained") else None,
         groups=groups_of(message.groups, values.shape[1]) if grouped else None,
         counts=array_of(message.counts) if grouped else None,
-        coverage=_coverage(message.coverage),
+        coverage=coverage_of(message.coverage),
         residual=array_of(message.residual) if message.HasField("residual") else None,
         plan=_plan_of(message),
         index_version=message.index_version,
@@ -359,7 +359,7 @@ def explanations_of(message: pb.ExplainResponse) -> list[Explanation]:
     ]
 
 
-def _coverage(message: pb.Coverage) -> Coverage:
+def coverage_of(message: pb.Coverage) -> Coverage:
     return Coverage(message.rows, message.total, message.nonfinite, message.dropped)
 
 
@@ -378,10 +378,10 @@ def _plan_of(
     return ChosenPlan(name(plan.strategy), plan.reason, costs)
 
 
-def _plain(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def plain(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """A column's values; those that padding alone had made an object array are plain again."""
-    plain = np.array(values.tolist()) if values.dtype == object and len(values) else values
-    return plain if plain.dtype.kind in "ifb" else values
+    found = np.array(values.tolist()) if values.dtype == object and len(values) else values
+    return found if found.dtype.kind in "ifb" else values
 
 
 def _label_dtype(groups: list[Any]) -> Any:
@@ -389,7 +389,7 @@ def _label_dtype(groups: list[Any]) -> Any:
     return object if None in groups else None
 
 
-def _pandas() -> Any:
+def pandas_of() -> Any:
     try:
         import pandas
     except ImportError:

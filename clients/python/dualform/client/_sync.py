@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
 from dualform.client._arrays import direction_matrix, query_matrices, query_matrix
 from dualform.client._asking import Asking
+from dualform.client._attributing import Attributing
+from dualform.client._attribution import AttributionResult
 from dualform.client._calls import checked_calls
 from dualform.client._connection import Tls, connection_of
 from dualform.client._driving import Driver
@@ -28,6 +31,7 @@ from dualform.client._results import (
     weights_of,
 )
 from dualform.client._retry import DEFAULT_RETRY, Retry
+from dualform.client._targets import Target
 from dualform.client._transport import GrpcTransport
 from dualform.questions import (
     ExplainQuestion,
@@ -46,6 +50,9 @@ from dualform.questions.questions import (
     TopKStrategy,
 )
 from dualform.v1.attribution_pb2 import Filter
+
+if TYPE_CHECKING:
+    import torch
 
 
 @checked_calls
@@ -276,6 +283,85 @@ class Client(Driver):
             index=index,
         )
         return self._run(self._asking.rows(question, where, timeout, top_groups_of))
+
+    def attribute(
+        self,
+        model: torch.nn.Module,
+        inputs: Any,
+        *,
+        target: Target = "margin",
+        labels: object = None,
+        token: object = None,
+        by: str = "example",
+        k: int = 10,
+        layers: str | Sequence[str] | None = None,
+        order: Order = "largest",
+        where: str | Filter | None = None,
+        max_residual: float | None = None,
+        check_model: bool = True,
+        index: str | None = None,
+        timeout: float | None = None,
+    ) -> AttributionResult:
+        """The k training examples, or other groups, that did most to what a model says of inputs.
+
+        The model runs once, and back: what each layer sees, and the gradient g of the target at
+        the layer's output. A row's part is (c_t x_t.x + c'_t) (e_t.g), what it added to that
+        output along g; where a layer sees several places of an input, as of a sequence or an image,
+        they are added up, and so are the rows of an example and the layers. At the last layer that
+        is exact; through the layers before it is what the row did to the target to first order.
+
+        Args:
+            model: The trained model, as it was recorded, not compiled. It runs in eval mode, and is
+                afterwards as it was.
+            inputs: What its forward takes: one argument; a tuple of several; or a mapping of named
+                ones, as tokenizers give.
+            target: The number of each input that is attributed: a class (one, or one for each
+                input: its logit); "margin", the predicted class's logit less the logsumexp of the
+                others; "loss", the cross-entropy with `labels`; or a function of what the model
+                gives, to a tensor [n].
+            labels: The classes of "loss"; of "margin" where not the predicted class is meant.
+            token: Of logits [n, tokens, classes], the place that is meant: one, or one for each
+                input; -1 is the last. "loss" without it adds up all tokens, those labelled -100
+                left out.
+            by: The metadata column whose values are the groups.
+            k: Groups per input.
+            layers: Names or glob patterns of the index's layers; None takes all that the model has.
+            order: By score: "largest" (what raised the target most), "smallest" (lowered),
+                "absolute".
+            where: Which rows are added up, as for `top_k`.
+            max_residual: As for `dual_output`, of every layer.
+            check_model: Refuse a model whose layers are not, up to rounding, what the index was
+                trained to.
+            index: Its name; None where one is served.
+            timeout: Seconds, the model's own included.
+
+        Returns:
+            Groups and scores, float64 [n, k], of equal ones the lower group first; the scores by
+            layer, and what is there beside rows.
+
+        Raises:
+            InvalidArgumentError: A target, labels, token or column that does not fit; inputs that
+                have an influence on one another; what is not finite.
+            FailedPreconditionError: Another model than the one recorded; layers that do not run;
+                or as for `dual_output`.
+            NotFoundError, ResourceExhaustedError: As for `top_k`.
+
+        Example:
+            >>> found = client.attribute(model, images, target="margin", k=10)
+            >>> found.groups[0], found.scores[0]
+        """
+        asked = {
+            "by": by,
+            "k": k,
+            "where": filter_of(where),
+            "order": order,
+            "max_residual": max_residual,
+            "index": index,
+        }
+        question = Attributing(
+            model, inputs, target, labels, token, layers, check_model, asked, where
+        )
+        return self._run(question.attribute(self._asking, timeout))
 
     def sums(
         self,

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from dualform.engine.api.examples import Examples
-from dualform.engine.api.explain import explain
 from dualform.engine.api.keywords import Keywords
 from dualform.engine.api.opened import Opened, check_target, query_tensor
 from dualform.engine.api.results import (
+    Attribution,
     DualOutput,
     Explanation,
     Sums,
@@ -25,6 +25,7 @@ from dualform.engine.api.results import (
     TopK,
     WeightsChunk,
 )
+from dualform.engine.api.several import attribute, explain
 from dualform.engine.api.top_k import top_k
 from dualform.engine.api.totals import dual_output, sums, top_groups
 from dualform.engine.context import own_settings
@@ -41,6 +42,7 @@ from dualform.engine.totals.outputs import DualOutputs
 from dualform.engine.totals.stored_parts import parts_off
 from dualform.engine.totals.streams import CHUNK_BYTES, weights_in_row_order
 from dualform.questions import (
+    AttributeQuestion,
     ExplainQuestion,
     OutputQuestion,
     RowsQuestion,
@@ -186,6 +188,12 @@ class Index(Keywords):
             if isinstance(question, SumsQuestion):
                 return sums(self._opened, layer, question, stop)
             return dual_output(self._opened, layer, question, stop)
+
+    def attribute(self, question: AttributeQuestion, stop: Stop | None = None) -> Attribution:
+        """The groups whose rows, of all the question's layers, did most to each input's target."""
+        layers = {each.layer: self.layer(each.layer) for each in question.layers}
+        with self._guarded(*layers.values()):
+            return attribute(self._opened, layers, question, stop)
 
     def explain_layers(
         self, question: ExplainQuestion, stop: Stop | None = None
@@ -366,13 +374,13 @@ class Index(Keywords):
         return spared
 
     @contextmanager
-    def _guarded(self, layer: Layer | None = None) -> Iterator[None]:
+    def _guarded(self, *layers: Layer) -> Iterator[None]:
         """Turn damage found on the way, or to the layer's files meanwhile, into a refusal that
         lasts."""
         try:
             with own_settings():
                 yield
-            if layer is not None:
+            for layer in layers:
                 layer.check_unchanged()
         except DamagedError as error:
             self.damage = str(error)

@@ -9,7 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dualform.engine.errors import FailedPreconditionError, InvalidArgumentError
+from dualform.engine.errors import (
+    CancelledError,
+    EngineError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+)
 from dualform.engine.memory.layer import Layer
 from dualform.engine.memory.shards import Stop
 from dualform.engine.plan.planner import Planner
@@ -55,6 +60,17 @@ def refusals() -> Iterator[None]:
         yield
     except QuestionError as error:
         raise InvalidArgumentError(str(error), field=error.field, reason=error.reason) from None
+
+
+@contextmanager
+def layer_named(layer: str) -> Iterator[None]:
+    """Say which of several layers is at fault."""
+    try:
+        yield
+    except EngineError as error:
+        if isinstance(error, CancelledError) or f"layer {layer!r}" in str(error):
+            raise
+        raise error.saying(f"layer {layer!r}: {error}") from error
 
 
 def query_tensor(layer: Layer, queries: np.ndarray) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -80,6 +80,35 @@ class TopGroups:
     counts: np.ndarray
     coverage: Coverage
     plan: Plan
+
+
+@dataclass(frozen=True)
+class Attribution:
+    """The best groups over several layers, or the sums of all, in the order of the layers.
+
+    Attributes:
+        groups: [n * k] row-major, as in TopGroups; of all groups [groups].
+        scores: float64 [n, k], what the groups' rows of all layers add up to; NaN where fewer
+            groups have rows. Of all groups [n, groups].
+        counts: int64 [n, k], those rows; 0 where fewer groups have rows. Of all groups [groups].
+        by_layer: float64 [n, k, layers], the scores by layer; None of all groups.
+        initial: float64 [n, layers], what initial weights, biases and momentum buffers left behind
+            along the target's gradient.
+        rows: Likewise, what all rows that took part add up to.
+        residual: What neither explains of the layers' own outputs; NaN where nobody knows.
+        outputs: The layers' own outputs along the gradient; likewise.
+        coverage: Rows taken into account, by layer.
+    """
+
+    groups: pa.Array
+    scores: np.ndarray
+    counts: np.ndarray
+    by_layer: np.ndarray | None
+    initial: np.ndarray
+    rows: np.ndarray
+    residual: np.ndarray
+    outputs: np.ndarray
+    coverage: Sequence[Coverage]
 
 
 @dataclass(frozen=True)

@@ -7,18 +7,19 @@ question's own fields were checked when it was made; the index checks what depen
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from dualform.engine.api.index import Index
+from dualform.engine.api.opened import layer_named
 from dualform.engine.api.results import DualOutput, Sums, TopGroups, TopK
-from dualform.engine.errors import CancelledError, EngineError, ResourceExhaustedError
+from dualform.engine.errors import ResourceExhaustedError
 from dualform.engine.memory.layer import Layer
 from dualform.engine.memory.shards import Stop
 from dualform.engine.messages import needs, responses, wire
 from dualform.engine.messages.limits import Limits
 from dualform.engine.totals.streams import CHUNK_BYTES
 from dualform.questions import (
+    AttributeQuestion,
     ExamplesQuestion,
     ExplainQuestion,
     OutputQuestion,
@@ -103,6 +104,30 @@ def response_of(question: RowsQuestion, found: TopK | TopGroups | Sums | DualOut
     return responses.dual_output(question, found)
 
 
+def attribute(
+    index: Index, question: AttributeQuestion, limits: Limits, stop: Stop | None
+) -> pb.AttributeResponse:
+    """Answer an AttributeQuestion."""
+    n, layers = question.inputs, len(question.layers)
+    limits.check_queries(n)
+    wire.check_filter(question.where)
+    for each in question.layers:
+        with layer_named(each.layer):
+            groups = index.group_count(each.layer, question.by, "by")
+    first = index.layer(question.layers[0].layer)
+    if question.k is None:
+        beside, remedy = _group_bytes(first, question.by), "by a column with fewer values"
+        size = 8 * groups
+    else:
+        limits.check_k(question.k)
+        beside, remedy = 0, "with a smaller k"
+        size = question.k * (responses.group_bytes(first, question.by) + 8 * layers)
+    limits.check_answers(n, size + 32 * layers, remedy, beside)
+    if limits.take is not None:
+        limits.take(needs.of_attribute(index, question))
+    return responses.attribute(question, index.attribute(question, stop))
+
+
 def explain(
     index: Index, question: ExplainQuestion, limits: Limits, stop: Stop | None
 ) -> pb.ExplainResponse:
@@ -112,7 +137,7 @@ def explain(
     wire.check_filter(question.where)
     size = 0
     for name, queries in question.layers:
-        with _layer_named(name):
+        with layer_named(name):
             limits.check_queries(len(queries))
             layer = index.layer(name)
             groups = index.group_count(name, column)
@@ -126,7 +151,7 @@ def explain(
     response = pb.ExplainResponse()
     found = index.explain_layers(question, stop)
     for name, _ in question.layers:
-        with _layer_named(name):
+        with layer_named(name):
             response.layers.append(responses.explained(question, name, next(found)))
     return response
 
@@ -180,14 +205,3 @@ def _group_bytes(layer: Layer, column: str | None) -> int:
         return 0
     values = layer.space.grouping(column).values
     return int(values.nbytes) + len(values) * _GROUP_BYTES
-
-
-@contextmanager
-def _layer_named(layer: str) -> Iterator[None]:
-    """Say which of several layers is at fault."""
-    try:
-        yield
-    except EngineError as error:
-        if isinstance(error, CancelledError):
-            raise
-        raise error.saying(f"layer {layer!r}: {error}") from error

@@ -28,6 +28,7 @@ from dualform.engine.messages.batching import answer_together
 from dualform.engine.messages.limits import Limits
 from dualform.engine.messages.versions import Change, Version, version_at
 from dualform.questions import (
+    AttributeQuestion,
     ExamplesQuestion,
     ExplainQuestion,
     IndexesQuestion,
@@ -352,6 +353,7 @@ _ANSWERS: dict[type[Question], _Answer] = {
     IndexQuestion: Catalog._get_index,
     TopKQuestion: _of_one_index(answers.about_rows),
     TopGroupsQuestion: _of_one_index(answers.about_rows),
+    AttributeQuestion: _of_one_index(answers.attribute),
     SumsQuestion: _of_one_index(answers.about_rows),
     OutputQuestion: _of_one_index(answers.about_rows),
     ExplainQuestion: _of_one_index(answers.explain),

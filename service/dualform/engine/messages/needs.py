@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dualform.engine.api.index import Index
-from dualform.engine.groups import ranked
+from dualform.engine.groups import attributed, ranked
 from dualform.engine.memory.layer import Layer
 from dualform.engine.memory.shards import TILE_BYTES, tile_rows
 from dualform.engine.messages import responses
@@ -24,6 +24,7 @@ from dualform.engine.topk.top_k import COMPRESS_AT, candidates
 from dualform.engine.totals.row_parts import REBUILD_BYTES
 from dualform.optimizers import followed_bytes
 from dualform.questions import (
+    AttributeQuestion,
     ExamplesQuestion,
     ExplainQuestion,
     OutputQuestion,
@@ -81,6 +82,40 @@ def of_rows(index: Index, question: RowsQuestion) -> int:
         return size + _sums(layer, n, groups)
     assert isinstance(question, OutputQuestion)
     return size + _output(index, layer, n, groups, question.group_by is not None)
+
+
+def of_attribute(index: Index, question: AttributeQuestion) -> int:
+    """For an AttributeQuestion: its layers are answered in turn, their sums kept."""
+    n, layers = question.inputs, len(question.layers)
+    most = kept = 0
+    spaces = {index.layer(each.layer).row_space: each.layer for each in question.layers}
+    groups = sum(index.group_count(name, question.by, "by") for name in spaces.values())
+    for each in question.layers:
+        layer, m = index.layer(each.layer), len(each.queries)
+        block = _block_pairs(m, n, attributed.block_inputs(groups, layers))
+        size = _queries(layer, m) + _selection(layer, question.where, question.by)
+        size += 100 * m * layer.d_out + _contribution(index, layer, block, True)
+        size += _tiles_along(layer, block)
+        most = max(most, size)
+        kept += _QUERY * 4 * m * (layer.d_in + layer.d_out)
+    inputs = min(n, attributed.block_inputs(groups, layers))
+    kept += 8 * inputs * groups * (2 * layers + 5) + 60 * groups
+    if question.k is None:
+        kept += 4 * 8 * n * groups
+    else:
+        kept += 4 * n * question.k * (8 * layers + 40)
+    return _CALL + most + kept
+
+
+def _block_pairs(m: int, n: int, inputs: int) -> int:
+    """How many of m queries belong to a block of so many of n inputs, if all have as many."""
+    return max(1, min(m, -(-m * min(n, inputs) // n)))
+
+
+def _tiles_along(layer: Layer, n: int) -> int:
+    """Tiles with values, and what their rows added along n directions."""
+    tile = tile_rows(max(layer.d_in, layer.d_out), n)
+    return 6 * TILE_BYTES + _CONTRIBUTION * n * min(layer.rows, tile)
 
 
 def of_explain(index: Index, question: ExplainQuestion) -> int:
@@ -203,8 +238,7 @@ def _top_groups(index: Index, layer: Layer, question: TopGroupsQuestion) -> int:
     size += 60 * n * layer.d_out + 5 * 8 * block * groups
     if not index.ledger.family.scalar:
         return size + _contribution(index, layer, min(n, ranked.block_scores(layer.rows)), True)
-    tile = tile_rows(max(layer.d_in, layer.d_out), block)
-    size += 6 * TILE_BYTES + _CONTRIBUTION * block * min(layer.rows, tile)
+    size += _tiles_along(layer, block)
     return size + _contribution(index, layer, block, True)
 
 

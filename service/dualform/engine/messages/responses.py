@@ -5,6 +5,7 @@ from __future__ import annotations
 import pyarrow as pa
 
 from dualform.engine.api.results import (
+    Attribution,
     Coverage,
     DualOutput,
     Explanation,
@@ -17,6 +18,7 @@ from dualform.engine.memory.layer import Layer
 from dualform.engine.messages import wire
 from dualform.engine.plan.plan import Plan
 from dualform.questions import (
+    AttributeQuestion,
     ExplainQuestion,
     OutputQuestion,
     RowsQuestion,
@@ -42,6 +44,21 @@ def top_groups(question: TopGroupsQuestion, found: TopGroups) -> pb.TopGroupsRes
         counts=wire.encode_tensor(found.counts),
         coverage=_coverage(found.coverage),
         plan=_plan(question, found.plan),
+    )
+
+
+def attribute(question: AttributeQuestion, found: Attribution) -> pb.AttributeResponse:
+    """To an AttributeQuestion."""
+    return pb.AttributeResponse(
+        groups=_groups(question.by, found.groups),
+        scores=wire.encode_tensor(found.scores),
+        counts=wire.encode_tensor(found.counts),
+        by_layer=None if found.by_layer is None else wire.encode_tensor(found.by_layer),
+        initial=wire.encode_tensor(found.initial),
+        rows=wire.encode_tensor(found.rows),
+        residual=wire.encode_tensor(found.residual),
+        outputs=wire.encode_tensor(found.outputs),
+        coverage=[_coverage(each) for each in found.coverage],
     )
 
 

@@ -7,6 +7,7 @@ by value.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -104,6 +105,28 @@ class Groups:
             self._values = pa.concat_arrays([self._values.cast(added.type), added])
             self.in_order = False
         return numbers
+
+
+def in_line(groupings: Sequence[Grouping]) -> list[Grouping]:
+    """The same groupings with the values of all of them, ascending, null last.
+
+    Raises:
+        ValueError: Numbers in one are text in another.
+    """
+    if all(grouping is groupings[0] for grouping in groupings):
+        return list(groupings)
+    known = {grouping.values.type for grouping in groupings} - {pa.null()}
+    kind = pa.null() if not known else next(iter(known))
+    if pa.large_string() in known and known <= {pa.string(), pa.large_string()}:
+        kind = pa.large_string()
+    elif len(known) > 1:
+        raise ValueError(" and ".join(sorted(map(str, known))))
+    whole = group(pa.concat_arrays([grouping.values.cast(kind) for grouping in groupings]))
+    edges = np.cumsum([0, *(len(grouping.values) for grouping in groupings)])
+    return [
+        Grouping(whole.values, whole.codes[first:last][grouping.codes])
+        for grouping, (first, last) in zip(groupings, pairwise(edges), strict=True)
+    ]
 
 
 def _key(value: object) -> object:

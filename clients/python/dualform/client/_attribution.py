@@ -1,0 +1,154 @@
+"""What `attribute` and `scores` answer: groups, sums by layer, and what is there beside rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dualform.client._arrays import array_of, column_of
+from dualform.client._results import Coverage, coverage_of, pandas_of, plain
+from dualform.client.errors import FailedPreconditionError, InternalError
+from dualform.v1 import attribution_pb2 as pb
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True, eq=False)
+class Beside:
+    """What the layers' outputs are made of, along each target's gradient g: float64 [n, layers].
+
+    `initial + rows + residual` is g times the layer's output, `outputs`, where no filter is given.
+
+    Attributes:
+        layers: The layers' names, in order.
+        targets: float64 [n], each input's number.
+        initial: What the initial weights, biases and momentum buffers left behind.
+        rows: What all rows that took part add up to.
+        residual: What neither explains; NaN where the index does not know the trained weights.
+        outputs: The trained layers' outputs along g; likewise.
+        unrecorded: float64 [n], the target's gradient times the trained parameters that are in
+            none of the layers: what no row can be asked about.
+        coverage: How many rows took part, by layer.
+        index_version: Which version of the index answered; the same for the same files.
+    """
+
+    layers: tuple[str, ...]
+    targets: npt.NDArray[np.float64]
+    initial: npt.NDArray[np.float64]
+    rows: npt.NDArray[np.float64]
+    residual: npt.NDArray[np.float64]
+    outputs: npt.NDArray[np.float64]
+    unrecorded: npt.NDArray[np.float64]
+    coverage: Mapping[str, Coverage]
+    index_version: str
+
+
+@dataclass(frozen=True, eq=False)
+class AttributionResult(Beside):
+    """The k groups per input whose rows, of all layers together, did most to its target.
+
+    Attributes:
+        groups: [n, k], as in TopGroupsResult.
+        scores: float64 [n, k], what their rows add up to; NaN where fewer groups have rows.
+        counts: int64 [n, k], how many rows that is, of all layers; 0 where fewer groups have rows.
+        by_layer: float64 [n, k, layers], the scores by layer.
+    """
+
+    groups: npt.NDArray[Any]
+    scores: npt.NDArray[np.float64]
+    counts: npt.NDArray[np.int64]
+    by_layer: npt.NDArray[np.float64]
+
+    def to_pandas(self) -> pd.DataFrame:
+        """One line per group: query (the input), rank (from 0), group, score, count, and the score
+        of each layer under its name; without padding.
+
+        Raises:
+            FailedPreconditionError: pandas is not installed.
+        """
+        pandas = pandas_of()
+        found = self.counts > 0
+        places = np.nonzero(found)
+        table: dict[str, Any] = {
+            "query": places[0],
+            "rank": places[1],
+            "group": plain(self.groups[found]),
+            "score": self.scores[found],
+            "count": self.counts[found],
+        }
+        for number, name in enumerate(self.layers):
+            key = f"{name}_layer" if name in table else name
+            table[key] = self.by_layer[found][:, number]
+        return pandas.DataFrame(table)
+
+
+_ALL = ("targets", "initial", "rows", "residual", "outputs", "unrecorded")
+_BY_INPUT = ("groups", "scores", "counts", "by_layer", *_ALL)
+
+
+def attribution_of(
+    message: pb.AttributeResponse,
+    layers: Sequence[str],
+    targets: npt.NDArray[np.float64],
+    unrecorded: npt.NDArray[np.float64],
+) -> AttributionResult:
+    """From the wire, with what the model said."""
+    scores, by_layer = array_of(message.scores), array_of(message.by_layer)
+    if scores.ndim != 2 or by_layer.shape != (*scores.shape, len(layers)):
+        raise InternalError(f"scores have shape {scores.shape}, by layer {by_layer.shape}")
+    return AttributionResult(
+        **_beside(message, layers, targets, unrecorded),
+        groups=column_of(message.groups, scores.shape),
+        scores=scores,
+        counts=array_of(message.counts),
+        by_layer=by_layer,
+    )
+
+
+def _beside(
+    message: pb.AttributeResponse,
+    layers: Sequence[str],
+    targets: npt.NDArray[np.float64],
+    unrecorded: npt.NDArray[np.float64],
+) -> dict[str, Any]:
+    coverage = [coverage_of(each) for each in message.coverage]
+    return {
+        "layers": tuple(layers),
+        "targets": targets,
+        "initial": array_of(message.initial),
+        "rows": array_of(message.rows),
+        "residual": array_of(message.residual),
+        "outputs": array_of(message.outputs),
+        "unrecorded": unrecorded,
+        "coverage": dict(zip(layers, coverage, strict=True)),
+        "index_version": message.index_version,
+    }
+
+
+def join_attributions(parts: Sequence[AttributionResult]) -> AttributionResult:
+    """The answer to all inputs from the answers to some of them, in order."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    check_same_index(parts)
+    joined: dict[str, Any] = {
+        name: np.concatenate([getattr(part, name) for part in parts]) for name in _BY_INPUT
+    }
+    return replace(first, **joined)
+
+
+def check_same_index(parts: Sequence[Beside]) -> None:
+    """Refuse parts of an answer that come from different memories."""
+    if any(
+        (part.index_version, part.coverage) != (parts[0].index_version, parts[0].coverage)
+        for part in parts
+    ):
+        raise FailedPreconditionError(
+            "the index changed while this batch was answered in parts; ask again",
+            reason="INDEX_CHANGED",
+        )

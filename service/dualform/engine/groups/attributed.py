@@ -1,0 +1,201 @@
+"""What the rows of each group, of several layers together, added to a number that a model gave.
+
+Along the number's gradient at each layer's output. All groups are added up, by layer, for a block
+of inputs at a time, and the best kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from dualform.engine.groups.best import BestGroups, best_groups
+from dualform.engine.groups.pairs import Pairs
+from dualform.engine.memory.fold import fold
+from dualform.engine.memory.layer import Layer
+from dualform.engine.memory.shards import Stop
+from dualform.engine.memory.tiles import Tile
+from dualform.engine.rows.groups import Groups
+from dualform.engine.topk.followed_along import (
+    SCORE_BYTES,
+    FindMetric,
+    check_cost,
+    contributions_along,
+)
+from dualform.engine.totals.coefficients import LayerCoefficients, row_coefficients
+from dualform.engine.totals.group_sums import GroupSum
+from dualform.store.grouping import Grouping
+
+TOTAL_BYTES = 128 << 20
+"""Sums of all groups, by layer, that are held at once, for as many inputs as that is; for one at
+least."""
+
+
+class AttributedSum:
+    """Adds up what rows added along directions, per input and group: a reducer.
+
+    Args:
+        pairs: What each input is asked about.
+        coefficients: What each row counts, by its step.
+        groups: The groups.
+        device: Where tiles are.
+    """
+
+    values = True
+
+    def __init__(
+        self,
+        pairs: Pairs,
+        coefficients: LayerCoefficients,
+        groups: Groups,
+        device: torch.device,
+    ) -> None:
+        self._pairs = pairs
+        self._directions = pairs.directions.to(device)
+        self._bias = None if pairs.bias is None else pairs.bias[:, None].to(device)
+        self._coefficients = coefficients
+        self._sum = GroupSum(pairs.count, groups, absolute=False, device=device)
+
+    def update(self, tile: Tile, weights: torch.Tensor) -> None:
+        """Take a tile, with values, and its weights, [m, rows]."""
+        assert tile.values is not None
+        of_weight, of_bias = row_coefficients(self._coefficients, tile.steps, weights.device)
+        parts = weights.to(torch.float64, copy=True).mul_(of_weight)
+        if of_bias is not None:
+            parts += of_bias if self._bias is None else self._bias * of_bias
+        parts *= self._along(tile.values)
+        self._sum.update(tile, self._pairs.fold(parts))
+
+    def _along(self, values: torch.Tensor) -> torch.Tensor:
+        """e.g of each pair and row, [m, rows]."""
+        found = self._directions @ values.T
+        if not bool(torch.isfinite(found).all()):  # too large on the way, or truly so
+            found = self._directions.double() @ values.double().T
+        return found
+
+    def merge(self, other: AttributedSum) -> None:
+        """Take what another added up: of the same inputs, and of other rows."""
+        ours, theirs = self._pairs, other._pairs
+        same = ours.count == theirs.count and torch.equal(ours.directions, theirs.directions)
+        if not same or not torch.equal(ours.queries, theirs.queries):
+            raise ValueError("only answers to the same question can be merged")
+        self._sum.merge(other._sum)
+
+    def result(self) -> np.ndarray:
+        """float64 [inputs, groups], in the order of the groups' values."""
+        return self._sum.result()
+
+
+@dataclass(frozen=True)
+class PreparedLayer:
+    """One of the layers that are asked about, its column and filter looked up.
+
+    Attributes:
+        layer: Which.
+        pairs: What each input is asked about.
+        grouping: The groups of all layers, with the codes of this one's rows.
+        selected: bool [total], by position: the rows that take part.
+        coefficients: What each row counts; None where each step has its own metric.
+        find: Gives a unit's metric there.
+    """
+
+    layer: Layer
+    pairs: Pairs
+    grouping: Grouping
+    selected: np.ndarray
+    coefficients: LayerCoefficients | None
+    find: FindMetric
+
+
+@dataclass(frozen=True)
+class Attributed:
+    """The best groups of some inputs, or the sums of all.
+
+    Attributes:
+        best: The best; None where all were asked for.
+        by_layer: float64 [n, k, layers], what the best groups' rows of each layer add up to; NaN
+            where fewer groups have rows. Without k [n, groups, 1]: of all layers.
+        rows: float64 [n, layers], what all rows that took part add up to.
+    """
+
+    best: BestGroups | None
+    by_layer: np.ndarray
+    rows: np.ndarray
+
+
+def block_inputs(groups: int, layers: int) -> int:
+    """For how many inputs the sums of so many groups are held at a time."""
+    return max(1, TOTAL_BYTES // (8 * max(1, groups) * max(1, layers)))
+
+
+def attributed(
+    layers: Sequence[PreparedLayer],
+    counts: np.ndarray,
+    k: int | None,
+    order: str,
+    device: torch.device,
+    stop: Stop | None,
+) -> Attributed:
+    """The best groups, or all.
+
+    Args:
+        layers: What is asked of each; of the same groups.
+        counts: int64 [groups], the rows of each that take part, of all layers.
+        k: Groups per input; None for all.
+        order: "largest", "smallest" or "absolute".
+        device: Where tiles are multiplied.
+        stop: Asked between tiles.
+
+    Raises:
+        ResourceExhaustedError: It would take too long where rows have no coefficients.
+    """
+    count = layers[0].pairs.count
+    for asked in layers:
+        if asked.coefficients is None:
+            rows = int(np.count_nonzero(asked.selected))
+            check_cost(asked.layer, rows, asked.pairs.directions)
+    best, by_layer, rows_of = [], [], []
+    size = block_inputs(len(counts), len(layers))
+    for first in range(0, count, size):
+        last = min(first + size, count)
+        sums = np.stack([_sums(asked, first, last, device, stop) for asked in layers], axis=2)
+        rows_of.append(sums.sum(axis=1))
+        whole = sums.sum(axis=2)
+        if k is None:
+            by_layer.append(whole[:, :, None])
+            continue
+        found = best_groups(whole, counts, k, order)
+        best.append(found)
+        chosen = np.take_along_axis(sums, np.maximum(found.codes, 0)[:, :, None], axis=1)
+        by_layer.append(np.where(found.codes[:, :, None] < 0, np.nan, chosen + 0.0))
+    joined = None if k is None else BestGroups.join(best)
+    return Attributed(joined, np.concatenate(by_layer), np.concatenate(rows_of))
+
+
+def _sums(
+    asked: PreparedLayer, first: int, last: int, device: torch.device, stop: Stop | None
+) -> np.ndarray:
+    """Of one layer and the inputs from first to last, float64 [n, groups]."""
+    layer, pairs = asked.layer, asked.pairs.part(first, last)
+    groups = len(asked.grouping.values)
+    if not len(pairs.inputs):
+        return np.zeros((pairs.count, groups))
+    if asked.coefficients is not None:
+        pairs = pairs.few()
+        total = AttributedSum(pairs, asked.coefficients, Groups(asked.grouping), device)
+        fold(layer, pairs.queries, asked.selected, [total], device, stop)
+        return total.result()
+    positions = np.flatnonzero(asked.selected)
+    codes = asked.grouping.codes[positions]
+    sums = np.zeros((pairs.count, groups))
+    step = max(1, SCORE_BYTES // (8 * max(1, len(positions))))
+    for start in range(0, len(pairs.inputs), step):
+        block = slice(start, start + step)
+        queries, directions = pairs.queries[block], pairs.directions[block]
+        found = contributions_along(layer, queries, directions, asked.find, positions, stop)
+        for number, of_pair in zip(pairs.inputs[block], found, strict=True):
+            sums[number] += np.bincount(codes, of_pair, groups)
+    return sums
