@@ -87,7 +87,7 @@ def test_cold_keys_make_pruning_worth_more(low_rank: Path, monkeypatch: pytest.M
         refused = {"certified": None, "flat": None, "scan": None}
         planner = engine_planner.Planner()
         hot = planner.top_k(layer, "largest", 5, 1, ROWS, refused, "auto").costs
-        monkeypatch.setattr(engine_costs, "resident", lambda layer: 0.0)
+        monkeypatch.setattr(engine_planner, "resident", lambda layer: 0.0)
         cold = planner.top_k(layer, "largest", 5, 1, ROWS, refused, "auto").costs
     read = ROWS * 4 * D / 0.3e9
     assert cold["flat"] - hot["flat"] == pytest.approx(read)

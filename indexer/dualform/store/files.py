@@ -147,17 +147,17 @@ def status(directory: Path, entry: FileEntry, remedy: str) -> os.stat_result:
     Raises:
         DamagedError: It is missing, something else, or has another size.
     """
-    path = directory / entry.name
+    # Text, not paths: every question that needs a weight looks at a file or two.
+    place, *folders = os.fspath(directory), *entry.name.split("/")[:-1]
     try:
-        place = directory
-        for part in entry.name.split("/")[:-1]:
-            place = place / part
+        for folder in folders:
+            place = f"{place}/{folder}"
             if not stat.S_ISDIR(os.lstat(place).st_mode):
-                raise DamagedError(path, f"{place.name} is not a folder", remedy)
-        found = os.lstat(path)
+                raise DamagedError(directory / entry.name, f"{folder} is not a folder", remedy)
+        found = os.lstat(f"{os.fspath(directory)}/{entry.name}")
     except (FileNotFoundError, NotADirectoryError):
-        raise DamagedError(path, "missing", remedy) from None
-    _check_status(path, found, entry, remedy)
+        raise DamagedError(directory / entry.name, "missing", remedy) from None
+    _check_status(directory, found, entry, remedy)
     return found
 
 
@@ -175,7 +175,7 @@ def opened(directory: Path, entry: FileEntry, remedy: str) -> Iterator[int]:
         TooManyFilesError: The process may open no more files.
     """
     with _opened(directory, entry.name, remedy) as fd:
-        _check_status(directory / entry.name, os.fstat(fd), entry, remedy)
+        _check_status(directory, os.fstat(fd), entry, remedy)
         yield fd
 
 
@@ -256,12 +256,12 @@ def _open_below(directory: Path, name: str) -> int:
         os.close(place)
 
 
-def _check_status(path: Path, found: os.stat_result, entry: FileEntry, remedy: str) -> None:
+def _check_status(directory: Path, found: os.stat_result, entry: FileEntry, remedy: str) -> None:
     if not stat.S_ISREG(found.st_mode):
-        raise DamagedError(path, "not a regular file", remedy)
+        raise DamagedError(directory / entry.name, "not a regular file", remedy)
     if found.st_size != entry.bytes:
         what = f"{found.st_size:,} bytes where {entry.bytes:,} were written"
-        raise DamagedError(path, what, remedy)
+        raise DamagedError(directory / entry.name, what, remedy)
 
 
 def _read_all(fd: int) -> bytes:

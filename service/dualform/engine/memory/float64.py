@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import numpy as np
 
-BLOCK_BYTES = 2 << 20
-"""Rows are widened into so much at a time."""
+BLOCK_BYTES = 512 << 10
+"""Rows are widened into so much, the same for all: fresh memory costs more than the products."""
 
 FEW = 8
 """Up to so many vectors this is faster than a product by several threads, which must be woken."""
@@ -24,10 +24,15 @@ def dots(matrix: np.ndarray, vectors: np.ndarray) -> np.ndarray:
         float64 [n, m].
     """
     out = np.empty((len(vectors), len(matrix)))
-    step = max(1, BLOCK_BYTES // (8 * matrix.shape[1]))
-    for first in range(0, len(matrix), step):
-        rows = matrix[first : first + step].astype(np.float64, copy=False)
-        with np.errstate(all="ignore"):  # weights of a training that diverged are not finite
+    with np.errstate(all="ignore"):  # weights of a training that diverged are not finite
+        if matrix.dtype == np.float64:
+            return np.asarray(_vecdot(matrix, vectors[:, None]))
+        step = max(1, BLOCK_BYTES // (8 * matrix.shape[1]))
+        wide = np.empty((min(step, len(matrix)), matrix.shape[1]))
+        for first in range(0, len(matrix), step):
+            some = matrix[first : first + step]
+            rows = wide[: len(some)]
+            rows[:] = some
             out[:, first : first + step] = _vecdot(rows, vectors[:, None])
     return out
 
@@ -35,10 +40,12 @@ def dots(matrix: np.ndarray, vectors: np.ndarray) -> np.ndarray:
 def pair_dots(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     """The dot product of each row with the other's: float32 [m, d] both; float64 [m]."""
     out = np.empty(len(left))
-    step = max(1, BLOCK_BYTES // (16 * left.shape[1]))
+    step = max(1, BLOCK_BYTES // (8 * left.shape[1]))
+    wide = np.empty((min(step, len(left)), left.shape[1]))
     for first in range(0, len(left), step):
         rows = slice(first, first + step)
-        products = left[rows].astype(np.float64)
+        products = wide[: len(left[rows])]
+        products[:] = left[rows]
         products *= right[rows]
         products.sum(axis=1, out=out[rows])
     return out

@@ -10,6 +10,7 @@ import ctypes
 import mmap
 import os
 import weakref
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -47,14 +48,18 @@ def advise(memory: Any, advice: int) -> None:
     _libc().madvise(ctypes.addressof(memory), len(memory), advice)
 
 
-def resident(address: int) -> bool | None:
-    """Whether a page of mapped memory is in the page cache; None where the system can't tell."""
+def resident(addresses: Iterable[int]) -> list[bool]:
+    """Whether pages of mapped memory are in the page cache, of those that the system tells."""
     look = getattr(_libc(), "mincore", None)
+    if look is None:
+        return []
     found = ctypes.c_ubyte()
-    page = ctypes.c_void_p(address // mmap.PAGESIZE * mmap.PAGESIZE)
-    if look is None or look(page, ctypes.c_size_t(1), ctypes.byref(found)) != 0:
-        return None
-    return bool(found.value & 1)
+    there, page = ctypes.byref(found), mmap.PAGESIZE
+    return [
+        bool(found.value & 1)
+        for address in addresses
+        if look(address - address % page, 1, there) == 0
+    ]
 
 
 @cache
@@ -71,6 +76,9 @@ def _libc() -> Any:
     ]
     for call in (libc.munmap, libc.madvise):
         call.restype = ctypes.c_int
+    if hasattr(libc, "mincore"):  # not everywhere
+        libc.mincore.restype = ctypes.c_int
+        libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
     libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     return libc

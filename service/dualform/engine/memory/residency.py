@@ -14,15 +14,7 @@ def resident(layer: Layer) -> float:
     By `mincore` of a few pages of each shard. 1 where the system can't tell; shards that nothing
     has asked for yet are read and checked by their first question anyway, and count as there.
     """
-    held = asked = 0
-    for shard in layer.shards:
-        where = shard.keys.mapped()
-        if where is None:
-            continue
-        address, size = where
-        for place in range(_PAGES):
-            found = mapped.resident(address + size * place // _PAGES)
-            if found is not None:
-                asked += 1
-                held += found
-    return held / asked if asked else 1.0
+    maps = [where for shard in layer.shards if (where := shard.keys.mapped()) is not None]
+    places = [address + size * place // _PAGES for address, size in maps for place in range(_PAGES)]
+    found = mapped.resident(places)
+    return sum(found) / len(found) if found else 1.0

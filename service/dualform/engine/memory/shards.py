@@ -121,8 +121,9 @@ class ShardFile:
 
     def check_unchanged(self) -> None:
         """Raise DamagedError where the file is not the one any more that is mapped."""
-        with self._lock:
-            self._check_unchanged()
+        if self._identity:  # not mapped yet: nothing to compare with
+            with self._lock:
+                self._check_unchanged()
 
     def check(self) -> None:
         """Read the whole file, whether it was read before or not.

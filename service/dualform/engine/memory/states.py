@@ -53,15 +53,16 @@ class States:
         """
         with self._lock:
             # Reading beyond the end of a file that was cut off under the map would be fatal.
-            found = identity(status(self._directory, entry, REBUILD))
+            now = identity(status(self._directory, entry, REBUILD))
             if entry.name not in self._mapped:
                 path = check_digest(self._directory, entry, REBUILD)
                 try:
-                    self._mapped[entry.name] = (found, load_file(path))
+                    self._mapped[entry.name] = (now, load_file(path))
                 except (SafetensorError, ValueError, TypeError) as error:
                     raise DamagedError(path, f"not a state ({error})", REBUILD) from None
+                now = identity(status(self._directory, entry, REBUILD))
             before, state = self._mapped[entry.name]
-            if identity(status(self._directory, entry, REBUILD)) != before:
+            if now != before:
                 path = self._directory / entry.name
                 raise DamagedError(path, "it was changed after it had been checked", REBUILD)
             return state

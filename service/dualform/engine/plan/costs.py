@@ -92,7 +92,7 @@ def distinct_keys_of(rows: int, distinct: int) -> int:
 
 
 def top_k_by_keys_seconds(
-    layer: Layer, hits: int, queries: int, by: ByKeys, kept: float | None
+    layer: Layer, hits: int, queries: int, by: ByKeys, kept: float | None, there: float
 ) -> float:
     """For a top-k that finds distinct keys first.
 
@@ -102,8 +102,9 @@ def top_k_by_keys_seconds(
         queries: How many.
         by: What there is to find.
         kept: Share of the keys that sketches are expected to leave; None without sketches.
+        there: Share of the keys that the page cache holds.
     """
-    found = top_k_seconds(layer, by.hits, queries, by.keys, kept or 0.0)
+    found = top_k_seconds(layer, by.hits, queries, by.keys, kept or 0.0, there)
     if kept is None:
         find = _SCATTERED * found["scan"]
     else:
@@ -112,7 +113,7 @@ def top_k_by_keys_seconds(
 
 
 def top_k_seconds(
-    layer: Layer, hits: int, queries: int, rows: int, kept: float
+    layer: Layer, hits: int, queries: int, rows: int, kept: float, there: float
 ) -> dict[str, float]:
     """For a top-k that looks at every row that takes part, by strategy.
 
@@ -122,9 +123,10 @@ def top_k_seconds(
         queries: How many.
         rows: How many rows take part.
         kept: Share of the rows that sketches are expected to leave.
+        there: Share of the keys that the page cache holds.
     """
     size, returned = rows * layer.scanned_bytes, queries * hits
-    cold = (1 - resident(layer)) * rows * layer.key_bytes * _DISK
+    cold = (1 - there) * rows * layer.key_bytes * _DISK
     blocks = -(-queries // PRUNED_QUERIES)
     seconds = {
         "scan": scan_seconds(size, queries) + cold + _CANDIDATE * returned,

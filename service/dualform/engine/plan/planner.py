@@ -11,6 +11,7 @@ import threading
 from collections.abc import Mapping
 
 from dualform.engine.memory.layer import Layer
+from dualform.engine.memory.residency import resident
 from dualform.engine.plan.costs import (
     PRUNED_QUERIES,
     ByKeys,
@@ -59,12 +60,15 @@ class Planner:
         """
         check_strategy(strategy, refused)
         kept = self._expected(_key(layer, order, hits, queries))
-        costs = top_k_seconds(layer, hits, queries, rows, kept)
+        there = resident(layer)
+        costs = top_k_seconds(layer, hits, queries, rows, kept, there)
         if by_keys is not None:
             of_keys = None
             if refused["certified"] is None:
                 of_keys = self._expected(_key(layer, order, by_keys.hits, queries, of_keys=True))
-            costs["distinct_keys"] = top_k_by_keys_seconds(layer, hits, queries, by_keys, of_keys)
+            costs["distinct_keys"] = top_k_by_keys_seconds(
+                layer, hits, queries, by_keys, of_keys, there
+            )
         costs = {
             name: seconds * self._pace for name, seconds in costs.items() if refused[name] is None
         }

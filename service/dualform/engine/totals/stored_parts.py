@@ -21,6 +21,9 @@ from dualform.store.index import REBUILD, IndexLayer, StoredParts
 TOLERANCE = 1e-6
 """Of the sum of the parts' lengths, how far their sum may be off: they are kept in float32."""
 
+SAMPLE = 4096
+"""Rows that often tell that a filter takes part of a group, before all are counted."""
+
 
 @dataclass(frozen=True)
 class WholeGroups:
@@ -54,22 +57,30 @@ def whole_groups(
     if not stored:
         by = "" if column is None else f" by {column!r}"
         return f"the index has no parts of layer {layer.name!r}{by}: build it with --parts"
-    found = [
-        WholeGroups(parts, counts > 0)
-        for parts in stored
-        if _is_whole(
-            counts := layer.space.count(parts.column, selected),
-            layer.space.grouping(parts.column),
-        )
-    ]
+    found = []
+    for parts in stored:
+        grouping = layer.space.grouping(parts.column)
+        if _is_split(grouping, selected):
+            continue
+        counts = layer.space.count(parts.column, selected)
+        if _is_whole(counts, grouping.counts):
+            found.append(WholeGroups(parts, counts > 0))
     if not found:
         names = ", ".join(parts.column for parts in stored)
         return f"the filter takes more or less than whole groups of {names}"
     return min(found, key=lambda groups: int(np.count_nonzero(groups.taken)))
 
 
-def _is_whole(counts: np.ndarray, grouping: Grouping) -> bool:
-    return bool(((counts == 0) | (counts == grouping.counts)).all())
+def _is_whole(counts: np.ndarray, of_all: np.ndarray) -> bool:
+    return bool(((counts == 0) | (counts == of_all)).all())
+
+
+def _is_split(grouping: Grouping, selected: np.ndarray) -> bool:
+    """Whether a few of the rows show already that a group is taken in part."""
+    some = slice(None, None, max(1, len(selected) // SAMPLE))
+    codes, groups = grouping.codes[some], len(grouping.values)
+    counts = np.bincount(codes[selected[some]], minlength=groups)
+    return not _is_whole(counts, np.bincount(codes, minlength=groups))
 
 
 def group_outputs(
