@@ -24,7 +24,8 @@ MAY_IMPORT = {
     "engine": {"optimizers", "questions", "store", "v1"},
     # Filters as text are the client's.
     "replay": {"client", "engine", "record", "optimizers", "store", "v1"},
-    "serve": {"engine", "questions", "record", "index", "store", "v1"},
+    "machines": {"engine", "questions", "store", "v1"},
+    "serve": {"machines", "engine", "questions", "record", "index", "store", "v1"},
     "client": {"engine", "layers", "questions", "record", "index", "store", "v1"},
     "plot": {"client", "v1"},
     "cli": {"serve", "client", "plot", "engine", "record", "index", "store", "v1"},

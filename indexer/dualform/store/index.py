@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +161,26 @@ class IndexManifest:
         """The oldest that can say all this."""
         used = {name for layer in self.layers.values() for name in layer.encodings}
         return 1 if used <= {FLOAT32.name} and self.payloads is None else VERSION
+
+    def only(self, shards: Sequence[Sequence[int]]) -> IndexManifest:
+        """The same index with some of its shards alone: a part of its rows.
+
+        What is of all rows stays: states, what they add up to, how many a row space has.
+
+        Args:
+            shards: For each row space the numbers of its shards, ascending.
+        """
+        spaces = tuple(
+            replace(space, shards=tuple(space.shards[number] for number in numbers))
+            for space, numbers in zip(self.spaces, shards, strict=True)
+        )
+        layers = {
+            name: replace(
+                layer, shards=tuple(layer.shards[number] for number in shards[layer.space])
+            )
+            for name, layer in self.layers.items()
+        }
+        return replace(self, spaces=spaces, layers=layers)
 
     def load_ledger(self, directory: Path) -> Ledger:
         """Read the ledger of the whole run.

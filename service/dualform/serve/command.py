@@ -44,8 +44,11 @@ def run(config: ServerConfig, again: Callable[[], ServerConfig] | None = None) -
 
     try:
         catalog = open_catalog(config)
-        _report(catalog)
-        asyncio.run(_serve(config, catalog, again))
+        try:
+            _report(catalog)
+            asyncio.run(_serve(config, catalog, again))
+        finally:
+            catalog.close()
     except ConfigError as error:
         print(f"dualform serve: {error}", file=sys.stderr)
         return 2
@@ -76,6 +79,7 @@ def check(config: ServerConfig) -> int:
         damage = catalog.damage(name)
         wrong += damage is not None
         print(f"index {name}: {damage or 'can be served'}")
+    catalog.close()
     return 2 if wrong else 0
 
 

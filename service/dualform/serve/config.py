@@ -74,6 +74,32 @@ class TlsFiles:
 
 
 @dataclass(frozen=True)
+class RayActors:
+    """Where shards are opened, if not in the server's process.
+
+    Attributes:
+        address: Of a Ray cluster, "auto" for the one that this machine belongs to, or "local" for
+            processes on this machine.
+        actors: How many open shards; None for one on each node, or of "local" one for each core.
+
+    Raises:
+        ConfigError: A value of the wrong type or out of range.
+    """
+
+    address: str = "local"
+    actors: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.address, str) or not self.address:
+            raise ConfigError(
+                f"ray.address is {self.address!r}; say HOST:PORT of a Ray cluster, auto for the "
+                "one that this machine belongs to, or local for processes on this machine"
+            )
+        if self.actors is not None:
+            _check_integer("ray.actors", self.actors, 1, 2**16)
+
+
+@dataclass(frozen=True)
 class ServerConfig:
     """What is served, and where.
 
@@ -91,6 +117,7 @@ class ServerConfig:
         memory: Bytes of memory, not counting mapped files, that the process stays below; None for
             no limit.
         telemetry: Trace calls with OpenTelemetry, as its own environment variables say.
+        ray: Shards are opened by Ray's actors; see `RayActors`. None opens them in this process.
         log: "text" or "json" lines.
 
     Raises:
@@ -114,6 +141,7 @@ class ServerConfig:
     admin: str | None = None
     memory: int | None = None
     telemetry: bool = False
+    ray: RayActors | None = None
     log: str = "text"
 
     def __post_init__(self) -> None:
@@ -191,6 +219,9 @@ class ServerConfig:
             values["tokens"] = _path("tokens", values["tokens"], folder)
         if values.get("memory") is not None:
             values["memory"] = _bytes("memory", values["memory"])
+        if values.get("ray") is not None:
+            _check_keys("ray", values["ray"], [f.name for f in fields(RayActors)])
+            values["ray"] = RayActors(**values["ray"])
         return cls(**values)
 
 

@@ -20,9 +20,10 @@ import grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from dualform.engine.errors import CancelledError
-from dualform.engine.messages.catalog import Catalog, Limits
+from dualform.engine.messages.catalog import Catalog, Limits, Opener
 from dualform.engine.messages.versions import Change
 from dualform.serve.access import Access, TokenInterceptor
+from dualform.serve.actors import machines
 from dualform.serve.admin import AdminServer
 from dualform.serve.budget import MemoryBudget
 from dualform.serve.calls import Calls
@@ -49,7 +50,7 @@ _REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
 # What a running server cannot take over.
 _FIXED = (
     *("listen", "device", "limits", "insecure", "open_health", "metrics", "admin", "memory"),
-    *("telemetry", "log"),
+    *("telemetry", "ray", "log"),
 )
 _LEVELS = {
     "opened": logging.INFO,
@@ -62,19 +63,25 @@ _LOG = logging.getLogger("dualform.serve")
 
 
 def open_catalog(config: ServerConfig) -> Catalog:
-    """Open the configured indexes.
+    """Open the configured indexes, here or on the machines that are configured.
 
     Raises:
-        ConfigError: No index is named, or a name is not allowed.
+        ConfigError: No index is named, or a name is not allowed, or there are no such machines.
     """
     limits = config.limits
+    opener: Opener | None = None
     try:
+        if config.ray is not None:
+            opener = machines(config, config.ray)
         return Catalog(
             config.indexes,
             limits=Limits(limits.max_k, limits.max_queries, limits.max_message_mib),
             device=config.device,
+            opener=opener,
         )
     except ValueError as error:
+        if opener is not None:
+            opener.close()
         raise ConfigError(str(error)) from None
 
 

@@ -32,6 +32,18 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--host", help="address to listen on (default 127.0.0.1)")
     parser.add_argument("--port", type=int, help="port, 0 for a free one (default 50051)")
     parser.add_argument(
+        "--ray",
+        metavar="ADDRESS",
+        help="open shards in actors of the Ray cluster at ADDRESS (auto: the one that this machine "
+        "belongs to), or local for processes on this machine",
+    )
+    parser.add_argument(
+        "--actors",
+        type=int,
+        metavar="N",
+        help="so many (default: one on each node; of local, one for each core)",
+    )
+    parser.add_argument(
         "--check-config",
         action="store_true",
         help="say whether all of it could be served, and end: exit status 0 if so, 2 if not",
@@ -51,7 +63,7 @@ def _run(options: argparse.Namespace) -> int:
 
 def _config(options: argparse.Namespace) -> Any:
     """A ServerConfig: the file's, with what the arguments say instead or in addition."""
-    from dualform.serve import ServerConfig
+    from dualform.serve import RayActors, ServerConfig
 
     config = ServerConfig.load(options.config) if options.config else ServerConfig()
     host = config.host if options.host is None else options.host
@@ -65,8 +77,15 @@ def _config(options: argparse.Namespace) -> Any:
         indexes[name] = path
     if not indexes:
         raise CommandError("no index to serve: say `dualform serve INDEX`, or name one in --config")
+    ray = config.ray
+    if options.ray is not None:
+        ray = RayActors(options.ray, options.actors)
+    elif options.actors is not None:
+        if ray is None:
+            raise CommandError("--actors goes with --ray ADDRESS, or --ray local")
+        ray = replace(ray, actors=options.actors)
     listen = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    return replace(config, indexes=indexes, listen=listen)
+    return replace(config, indexes=indexes, listen=listen, ray=ray)
 
 
 def named_indexes(arguments: Sequence[str]) -> dict[str, Path]:

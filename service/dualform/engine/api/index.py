@@ -75,13 +75,25 @@ class Index(Keywords):
         layers: By name, as in `model.named_modules()`.
         damage: None, or what was found damaged; questions that need it are refused.
         version: What whoever serves it calls this version.
+        machines: On how many others its rows are; 0 where they are here.
     """
 
-    def __init__(self, path: Path, *, device: torch.device, use_faiss: bool) -> None:
+    machines = 0
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        device: torch.device,
+        use_faiss: bool,
+        shards: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         self.path = path
         self.damage: str | None = None
         self.version = ""
         self._manifest = IndexManifest.load(path)
+        if shards is not None:
+            self._manifest = self._manifest.only(shards)
         self._ledger = self._manifest.load_ledger(path)
         spaces = self._manifest.spaces
         self._tables = [Rows(path, space) for space in spaces]
@@ -102,19 +114,29 @@ class Index(Keywords):
 
     @classmethod
     @own_settings()
-    def open(cls, path: Path | str, *, device: str = "auto", use_faiss: bool = True) -> Index:
+    def open(
+        cls,
+        path: Path | str,
+        *,
+        device: str = "auto",
+        use_faiss: bool = True,
+        shards: Sequence[Sequence[int]] | None = None,
+    ) -> Index:
         """Open an index.
 
         Args:
             path: Its directory.
             device: "cpu", "cuda", or "auto": cuda where torch has it.
             use_faiss: Let FAISS propose rows where it can; False scans with torch alone.
+            shards: For each row space the numbers of those of its shards to open, ascending; None
+                for all. Of a part, weights, sums of rows and contributions of SGD's family are
+                those of its rows; whole outputs, and what has to see every step, are not.
 
         Raises:
             dualform.store.StoreError: No index there, a newer one, or a damaged one.
             ValueError: The device is none, or not there.
         """
-        return cls(Path(path), device=device_of(device), use_faiss=use_faiss)
+        return cls(Path(path), device=device_of(device), use_faiss=use_faiss, shards=shards)
 
     def __enter__(self) -> Index:
         return self
@@ -181,13 +203,7 @@ class Index(Keywords):
         """
         layer = self.layer(question.layer)
         with self._guarded(layer):
-            if isinstance(question, TopKQuestion):
-                return top_k(self._opened, layer, question, stop)
-            if isinstance(question, TopGroupsQuestion):
-                return top_groups(self._opened, layer, question, stop)
-            if isinstance(question, SumsQuestion):
-                return sums(self._opened, layer, question, stop)
-            return dual_output(self._opened, layer, question, stop)
+            return answer(self._opened, layer, question, stop)
 
     def attribute(self, question: AttributeQuestion, stop: Stop | None = None) -> Attribution:
         """The groups whose rows, of all the question's layers, did most to each input's target."""
@@ -263,6 +279,13 @@ class Index(Keywords):
         """Bytes of these payloads together, known without reading them; 0 where it is not."""
         with self._guarded():
             return self._examples.sizes(ids)
+
+    @contextmanager
+    def using(self, layer: Layer) -> Iterator[Opened]:
+        """What a layer's answers are made with, for whoever makes a part of one; damage that is
+        found meanwhile is a refusal."""
+        with self._guarded(layer):
+            yield self._opened
 
     @property
     def ledger(self) -> Ledger:
@@ -385,6 +408,19 @@ class Index(Keywords):
         except DamagedError as error:
             self.damage = str(error)
             raise DataLossError(str(error)) from None
+
+
+def answer(
+    opened: Opened, layer: Layer, question: RowsQuestion, stop: Stop | None
+) -> TopK | TopGroups | Sums | DualOutput:
+    """Answer a question about a layer's rows."""
+    if isinstance(question, TopKQuestion):
+        return top_k(opened, layer, question, stop)
+    if isinstance(question, TopGroupsQuestion):
+        return top_groups(opened, layer, question, stop)
+    if isinstance(question, SumsQuestion):
+        return sums(opened, layer, question, stop)
+    return dual_output(opened, layer, question, stop)
 
 
 def _identity(path: Path) -> tuple[int, ...] | None:

@@ -21,12 +21,15 @@ class Coverage:
         total: Rows of the layer.
         nonfinite: Of `rows`, those whose key is not finite: never ranked.
         dropped: Rows of the layer that training had and that were not recorded.
+        missing: Rows of the layer on machines that are out of reach, where the question allowed
+            that: they are not in the answer, whether they pass the filter or not.
     """
 
     rows: int
     total: int
     nonfinite: int
     dropped: int
+    missing: int = 0
 
     @classmethod
     def of(cls, layer: Layer, selected: np.ndarray) -> Coverage:

@@ -12,7 +12,7 @@ from dualform.engine.api.opened import Opened, asked_contribution, last_step, qu
 from dualform.engine.api.results import Coverage, DualOutput, Sums, TopGroups
 from dualform.engine.errors import InvalidArgumentError
 from dualform.engine.groups.best import BestGroups
-from dualform.engine.groups.ranked import PreparedRanking, rank_groups
+from dualform.engine.groups.ranked import PreparedRanking, group_totals, rank_groups
 from dualform.engine.memory.layer import Layer
 from dualform.engine.memory.shards import Stop
 from dualform.engine.plan.plan import Plan
@@ -80,17 +80,39 @@ def top_groups(
 
     A row that is not finite makes its group's total so, and the group is never ranked.
     """
-    queries, grouping = (
-        query_tensor(layer, question.queries),
-        layer.space.grouping(question.by, "by"),
-    )
-    if len(grouping.values) and grouping.values.null_count == len(grouping.values):
+    check_groups(question, layer.space.grouping(question.by, "by").values)
+    ranking = _ranking(opened, layer, question, stop)
+    found, plan = rank_groups(layer, ranking, question.strategy, opened.device, stop)
+    return _groups_result(layer, ranking, found, plan)
+
+
+def check_groups(question: TopGroupsQuestion, values: pa.Array) -> None:
+    """Refuse a column of these values, [groups], where no row has any."""
+    if len(values) and values.null_count == len(values):
         raise InvalidArgumentError(
             f"no row has a value in column {question.by!r}, so there are no groups to rank; name "
             "another, or record it with annotate()",
             field="by",
             reason="EMPTY_COLUMN",
         )
+
+
+def all_groups(
+    opened: Opened, layer: Layer, question: TopGroupsQuestion, stop: Stop | None
+) -> Sums:
+    """What the best groups are chosen from: every group's sums."""
+    ranking = _ranking(opened, layer, question, stop)
+    found, plan = group_totals(layer, ranking, question.strategy, opened.device, stop)
+    coverage = Coverage.of(layer, ranking.sums.selected)
+    return Sums(ranking.sums.grouping.values, found, ranking.counts, coverage, plan)
+
+
+def _ranking(
+    opened: Opened, layer: Layer, question: TopGroupsQuestion, stop: Stop | None
+) -> PreparedRanking:
+    """A question for the best groups, its columns and filter looked up."""
+    queries = query_tensor(layer, question.queries)
+    grouping = layer.space.grouping(question.by, "by")
     contribution = end = find = None
     if question.rank_by == "contribution":
         contribution, end = asked_contribution(opened, layer, question)
@@ -98,9 +120,7 @@ def top_groups(
     selected = layer.space.select(question.where, end, stop)
     counts = layer.space.count(question.by, selected)
     added = PreparedSums(queries, grouping, layer.space.run_codes(question.by), False, selected)
-    ranking = PreparedRanking(added, counts, question.k, question.order, contribution, find)
-    found, plan = rank_groups(layer, ranking, question.strategy, opened.device, stop)
-    return _groups_result(layer, ranking, found, plan)
+    return PreparedRanking(added, counts, question.k, question.order, contribution, find)
 
 
 def _groups_result(

@@ -7,6 +7,7 @@ groups' sums are held for a block of queries at a time, so that many groups are 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -82,31 +83,58 @@ def rank_groups(
         InvalidArgumentError: The strategy does not apply.
         ResourceExhaustedError: Directions that would take too long where rows have no coefficients.
     """
-    asked, contribution = prepared.sums, prepared.contribution
-    size = block_queries(len(asked.grouping.values))
-    way = None
-    if contribution is None:
-        way = sums.plan(layer, asked, strategy)
-        plan = way.plan
-    else:
-        plan = _plan_contributions(contribution, strategy)
-        if contribution.coefficients is None:
-            positions = np.flatnonzero(asked.selected)
-            size = min(size, block_scores(len(positions)))
-            if contribution.directions is not None:
-                check_cost(layer, len(positions), contribution.directions)
+    asked = prepared.sums
+    find, plan, size = _finder(layer, prepared, strategy, device, stop)
     blocks = []
     for first in range(0, len(asked.queries), size):
-        block = slice(first, first + size)
-        part = replace(asked, queries=asked.queries[block])
-        if way is not None:
-            totals = sums.total_weights(layer, part, way, device, stop)
-        else:
-            assert contribution is not None
-            of_block = contribution.part(block)
-            totals = _total_contributions(layer, part, of_block, prepared.find, device, stop)
+        totals = find(slice(first, first + size))
         blocks.append(best_groups(totals, prepared.counts, prepared.k, prepared.order))
     return BestGroups.join(blocks), plan
+
+
+def group_totals(
+    layer: Layer,
+    prepared: PreparedRanking,
+    strategy: str,
+    device: torch.device,
+    stop: Stop | None,
+) -> tuple[np.ndarray, Plan]:
+    """What is ranked of all groups, float64 [n, groups]; arguments as for `rank_groups`."""
+    find, plan, _ = _finder(layer, prepared, strategy, device, stop)
+    return find(slice(None)), plan
+
+
+def _finder(
+    layer: Layer,
+    prepared: PreparedRanking,
+    strategy: str,
+    device: torch.device,
+    stop: Stop | None,
+) -> tuple[Callable[[slice], np.ndarray], Plan, int]:
+    """What adds up all groups for a block of the queries, how, and for how many at a time."""
+    asked, contribution = prepared.sums, prepared.contribution
+    size = block_queries(len(asked.grouping.values))
+    if contribution is None:
+        way = sums.plan(layer, asked, strategy)
+
+        def weights(block: slice) -> np.ndarray:
+            part = replace(asked, queries=asked.queries[block])
+            return sums.total_weights(layer, part, way, device, stop)
+
+        return weights, way.plan, size
+    plan = _plan_contributions(contribution, strategy)
+    if contribution.coefficients is None:
+        positions = np.flatnonzero(asked.selected)
+        size = min(size, block_scores(len(positions)))
+        if contribution.directions is not None:
+            check_cost(layer, len(positions), contribution.directions)
+
+    def contributions(block: slice) -> np.ndarray:
+        part = replace(asked, queries=asked.queries[block])
+        of_block = contribution.part(block)
+        return _total_contributions(layer, part, of_block, prepared.find, device, stop)
+
+    return contributions, plan, size
 
 
 def _plan_contributions(contribution: Contribution, strategy: str) -> Plan:

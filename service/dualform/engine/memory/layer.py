@@ -42,6 +42,7 @@ class Layer:
         nonnegative: No key has a negative number.
         nonfinite: Number of keys that are not finite.
         directory: The index.
+        published: Its row space, as published: of a part of an index, where the part's rows are.
     """
 
     manifest: IndexLayer
@@ -51,6 +52,7 @@ class Layer:
     nonnegative: bool
     nonfinite: int
     directory: Path = field(repr=False)
+    published: RowSpace = field(repr=False)
 
     # Read when first asked for; what goes without them is answered where they are damaged.
 
@@ -101,7 +103,14 @@ class Layer:
         if self.manifest.equal_keys is None:
             return None
         with spared():
-            return read_first(self.directory, self.manifest.equal_keys, self.rows)
+            first = read_first(self.directory, self.manifest.equal_keys, self.published.rows)
+        if self.rows == self.published.rows:
+            return first
+        here = [first[shard.start : shard.start + shard.rows] for shard in self.published.shards]
+        _, places, which = np.unique(
+            np.concatenate([first[:0], *here]), return_index=True, return_inverse=True
+        )
+        return np.asarray(places[which])
 
     @cached_property
     def value_norms(self) -> np.ndarray:
@@ -262,7 +271,8 @@ def open_layer(path: Path, layer: IndexLayer, space: RowSpace, table: Rows) -> L
     check_headers(path, layer)
     keys_as, values_as = encoding(layer.key_encoding), encoding(layer.value_encoding)
     shards = []
-    for place, published in zip(space.shards, layer.shards, strict=True):
+    starts = table.starts.tolist()
+    for start, place, published in zip(starts, space.shards, layer.shards, strict=False):
         facts = KeyFacts(
             keys_as,
             layer.d_in,
@@ -286,7 +296,7 @@ def open_layer(path: Path, layer: IndexLayer, space: RowSpace, table: Rows) -> L
         shards.append(
             Shard(
                 table,
-                place.start,
+                start,
                 place.rows,
                 keys,
                 values,
@@ -304,6 +314,7 @@ def open_layer(path: Path, layer: IndexLayer, space: RowSpace, table: Rows) -> L
         nonnegative=all(published.nonnegative for published in layer.shards),
         nonfinite=int(np.count_nonzero(~finite)),
         directory=path,
+        published=space,
     )
 
 

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from dualform.engine.api.index import Index
 from dualform.engine.api.opened import refusals
@@ -54,6 +54,39 @@ _LOG = logging.getLogger("dualform.engine")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 
 
+class Opener(Protocol):
+    """Opens indexes: here, or on several machines."""
+
+    def open(self, version: Version) -> Index:
+        """Open this version of an index.
+
+        Raises:
+            EngineError, dualform.store.StoreError: It cannot be opened.
+        """
+
+    def close(self) -> None:
+        """Nothing is opened any more, and what was is closed."""
+
+
+class Here:
+    """Opens indexes in this process.
+
+    Args:
+        device: "auto", "cpu" or "cuda".
+        use_faiss: Whether FAISS proposes top-k rows; answers are the same without.
+    """
+
+    def __init__(self, device: str = "auto", use_faiss: bool = True) -> None:
+        self._device, self._use_faiss = device, use_faiss
+
+    def open(self, version: Version) -> Index:
+        """See Opener."""
+        return Index.open(version.path, device=self._device, use_faiss=self._use_faiss)
+
+    def close(self) -> None:
+        """See Opener."""
+
+
 class Catalog:
     """The indexes that are served, by name. Thread-safe.
 
@@ -63,6 +96,7 @@ class Catalog:
         limits: What one request may ask for.
         device: "auto", "cpu" or "cuda".
         use_faiss: Whether FAISS proposes top-k rows; answers are the same without.
+        opener: Opens them; None for `Here` with that device and FAISS. Closed with the catalog.
 
     Raises:
         ValueError: No index at all, or a name that is not letters, digits, "_", ".", "-".
@@ -75,10 +109,11 @@ class Catalog:
         limits: Limits | None = None,
         device: str = "auto",
         use_faiss: bool = True,
+        opener: Opener | None = None,
     ) -> None:
         _check_names(paths)
         self.limits = limits or Limits()
-        self._device, self._use_faiss = device, use_faiss
+        self._opener = opener or Here(device, use_faiss)
         self._reloading = threading.Lock()
         # Replaced as a whole, never changed: whoever reads it sees one state.
         self._entries: Mapping[str, _Entry] = {
@@ -162,7 +197,7 @@ class Catalog:
         return entry, Change(what, "refused", "", f"{what} cannot be served: {entry.damage}")
 
     def _opened(self, name: str, version: Version) -> _Entry:
-        return _open(name, version, self._device, self._use_faiss)
+        return _open(name, version, self._opener)
 
     def verify(self, name: str, stop: Stop | None = None) -> None:
         """Hash every file of an index that is open; `damage` then tells what was found.
@@ -196,7 +231,7 @@ class Catalog:
             EngineError: The subclass says which gRPC code it is.
             TypeError: Not a request of this service.
         """
-        with _errors_translated():
+        with errors_translated():
             response = self._answered(request, stop)
         self.limits.check_answer(response.ByteSize(), "ask for less at a time")
         return response
@@ -214,7 +249,7 @@ class Catalog:
         Raises:
             EngineError: What is wrong with all of them.
         """
-        with _errors_translated():
+        with errors_translated():
             index = self._open_index(requests[0].index)
             found = answer_together(index, requests, self.limits, stop)
         for response in found:
@@ -235,12 +270,12 @@ class Catalog:
         Raises:
             EngineError: The subclass says which gRPC code it is.
         """
-        with _errors_translated():
+        with errors_translated():
             parts = self._answered(request, stop)
 
         def translated() -> Iterator[Any]:
             while True:
-                with _errors_translated():
+                with errors_translated():
                     part = next(parts, None)
                 if part is None:
                     return
@@ -253,6 +288,7 @@ class Catalog:
         for entry in self._entries.values():
             if entry.index is not None:
                 entry.index.close()
+        self._opener.close()
 
     def _answered(self, request: Any, stop: Stop | None) -> Any:
         question = request if isinstance(request, Question) else question_of(request)
@@ -397,11 +433,11 @@ class _Entry:
         return pb.HEALTH_SERVING if self.damage is None else pb.HEALTH_DAMAGED
 
 
-def _open(name: str, version: Version, device: str, use_faiss: bool) -> _Entry:
+def _open(name: str, version: Version, opener: Opener) -> _Entry:
     path = version.path
     try:
-        with _errors_translated():
-            index = Index.open(path, device=device, use_faiss=use_faiss)
+        with errors_translated():
+            index = opener.open(version)
         index.version = version.name
         return _Entry(version, index, None)
     except EngineError as error:
@@ -415,7 +451,8 @@ def _open(name: str, version: Version, device: str, use_faiss: bool) -> _Entry:
 
 
 @contextmanager
-def _errors_translated() -> Iterator[None]:
+def errors_translated() -> Iterator[None]:
+    """Make the engine's refusals of what is wrong with a question, a file or the memory."""
     try:
         with refusals():
             yield

@@ -64,6 +64,8 @@ _METRIC_ROW = 240
 def of_rows(index: Index, question: RowsQuestion) -> int:
     """For a TopKQuestion, TopGroupsQuestion, SumsQuestion or OutputQuestion."""
     layer, n = index.layer(question.layer), len(question.queries)
+    if index.machines:
+        return _merging(index, layer, question)
     if isinstance(question, TopGroupsQuestion):
         return _top_groups(index, layer, question)
     groups = index.group_count(question.layer, question.group_by)
@@ -120,6 +122,8 @@ def _tiles_along(layer: Layer, n: int) -> int:
 
 def of_explain(index: Index, question: ExplainQuestion) -> int:
     """For an ExplainQuestion: its layers are answered in turn, their answers kept."""
+    if index.machines:
+        return _CALL + sum(_merging(index, *each) for each in _asked_one_by_one(index, question))
     most = kept = 0
     column = question.group_by
     for name, queries in question.layers:
@@ -152,6 +156,41 @@ def of_stream(index: Index, question: StreamWeightsQuestion) -> int:
 def of_examples(question: ExamplesQuestion, payloads: int) -> int:
     """For an ExamplesQuestion whose payloads have so many bytes."""
     return _CALL + 400 * len(question.ids) + 4 * payloads
+
+
+def _merging(index: Index, layer: Layer, question: RowsQuestion) -> int:
+    """Where others compute: their answers, and the one that is made of them."""
+    n, answers = len(question.queries), index.machines + 1
+    size = _CALL + 2 * _queries(layer, n)
+    if isinstance(question, TopGroupsQuestion):
+        groups = index.group_count(question.layer, question.by, "by")
+        block = min(n, ranked.block_queries(groups * answers))
+        beside = 4 * n * question.k * (responses.group_bytes(layer, question.by) + 16)
+        return size + 2 * 8 * block * groups * answers + 60 * groups * answers + beside
+    groups = index.group_count(question.layer, question.group_by)
+    if isinstance(question, TopKQuestion):
+        hit = 80 + 4 * responses.hit_bytes(layer) + _text(layer)
+        return size + n * groups * question.k * hit * answers
+    if isinstance(question, SumsQuestion):
+        groups = groups if question.bins is None else len(question.bins)
+        return size + (2 * 8 * n + 64) * groups * answers
+    outputs = 2 * 8 * n * layer.d_out * (groups + 1) * answers
+    return size + outputs + 24 * layer.d_in * layer.d_out + 64 * groups * answers
+
+
+def _asked_one_by_one(
+    index: Index, question: ExplainQuestion
+) -> Iterator[tuple[Layer, RowsQuestion]]:
+    """What an ExplainQuestion comes to."""
+    column = question.group_by
+    for name, queries in question.layers:
+        layer = index.layer(name)
+        if question.k:
+            yield layer, TopKQuestion(name, queries, k=question.k)
+        if column is not None:
+            yield layer, SumsQuestion(name, queries, column)
+        if question.output:
+            yield layer, OutputQuestion(name, queries, group_by=column)
 
 
 def _queries(layer: Layer, n: int) -> int:

@@ -11,10 +11,9 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from dualform.engine.errors import CancelledError
 from dualform.engine.memory.exact import ExactWeights
 from dualform.engine.memory.layer import Layer
-from dualform.engine.memory.shards import TILE_BYTES, Stop
+from dualform.engine.memory.shards import TILE_BYTES, Shard, Stop, check_stop
 from dualform.store.encoding import FLOAT32
 
 CHUNK_BYTES = 1 << 20
@@ -37,19 +36,34 @@ def weights_in_row_order(
         weights of a key that is not finite are not finite either.
     """
     exact = ExactWeights(queries)
-    rows = max(1, min(_CHUNK_ROWS, chunk_bytes // (4 * len(queries))))
-    tile = max(1, TILE_BYTES // FLOAT32.row_bytes(layer.d_in))
+    rows = chunk_rows(len(queries), chunk_bytes)
     for shard in layer.shards:
-        ids = layer.space.ids[shard.start : shard.start + shard.rows]
-        order = np.argsort(ids)
+        order = in_row_order(layer, shard)
         for first in range(0, shard.rows, rows):
             chunk = order[first : first + rows]
-            weights = np.empty((len(queries), len(chunk)), np.float32)
-            for start in range(0, len(chunk), tile):
-                if stop is not None and stop():
-                    raise CancelledError("the caller gave up; the scan stopped between two tiles")
-                inside = chunk[start : start + tile]
-                keys = shard.keys.pick(inside)
-                finite = layer.finite[shard.start + inside]
-                weights[:, start : start + tile] = exact.of(keys, finite)
-            yield int(ids[chunk[0]]), weights
+            start = int(layer.space.ids[shard.start + chunk[0]])
+            yield start, chunk_weights(layer, shard, chunk, exact, stop)
+
+
+def chunk_rows(queries: int, chunk_bytes: int) -> int:
+    """How many rows a chunk of so many bytes has for so many queries, at most."""
+    return max(1, min(_CHUNK_ROWS, chunk_bytes // (4 * queries)))
+
+
+def in_row_order(layer: Layer, shard: Shard) -> np.ndarray:
+    """Where in a shard its rows are, in the order of their ids: int64 [rows]."""
+    return np.argsort(layer.space.ids[shard.start : shard.start + shard.rows])
+
+
+def chunk_weights(
+    layer: Layer, shard: Shard, chunk: np.ndarray, exact: ExactWeights, stop: Stop | None
+) -> np.ndarray:
+    """The weights of these rows of a shard, int64 [m]: float32 [n, m]."""
+    tile = max(1, TILE_BYTES // FLOAT32.row_bytes(layer.d_in))
+    parts = []
+    for start in range(0, len(chunk), tile):
+        check_stop(stop)
+        inside = chunk[start : start + tile]
+        keys = shard.keys.pick(inside)
+        parts.append(exact.of(keys, layer.finite[shard.start + inside]))
+    return np.concatenate(parts, axis=1)

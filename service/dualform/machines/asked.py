@@ -1,0 +1,192 @@
+"""What the server asks of a machine about its part: each function runs there, and its result
+travels back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from dualform.engine.api.opened import last_step, query_tensor
+from dualform.engine.api.results import Coverage, Sums, TopK
+from dualform.engine.api.totals import all_groups
+from dualform.engine.memory.exact import ExactWeights
+from dualform.engine.messages import needs
+from dualform.engine.totals.coefficients import layer_coefficients
+from dualform.engine.totals.row_parts import rows_part
+from dualform.engine.totals.streams import chunk_weights, in_row_order
+from dualform.machines.machine import Here
+from dualform.machines.unions import union
+from dualform.questions import (
+    OutputQuestion,
+    StreamWeightsQuestion,
+    SumsQuestion,
+    TopGroupsQuestion,
+    TopKQuestion,
+)
+from dualform.v1 import attribution_pb2 as pb
+
+Columns = list[tuple[str, pa.DataType]]
+
+
+def describe(here: Here) -> dict[int, Columns]:
+    """The metadata columns of each row space that the part has rows of."""
+    return {layer.row_space: layer.columns for layer in here.index.layers.values() if layer.shards}
+
+
+def values_of(here: Here, layer: str, column: str, field: str) -> pa.Array:
+    """A column's values, [groups], ascending, null last."""
+    return here.index.layer(layer).space.grouping(column, field).values
+
+
+def rows_or_sums(here: Here, question: TopKQuestion | SumsQuestion) -> TopK | Sums:
+    """The part's own answer, of which the whole one is made."""
+    here.take(needs.of_rows(here.index, question))
+    return here.index.ask(question, here.stop)
+
+
+def sharing(
+    here: Here, question: TopKQuestion, values: pa.Array, groups: pa.Array | None
+) -> np.ndarray:
+    """How many of the part's rows that take part have these values of `distinct`, each in its
+    group: int64 [m].
+
+    Args:
+        here: The part.
+        question: With `distinct`.
+        values: [m], not null.
+        groups: [m], of `group_by`; None without.
+    """
+    assert question.distinct is not None
+    layer = here.index.layer(question.layer)
+    with here.index.using(layer) as opened:
+        end = None
+        if question.rank_by == "contribution":
+            end = last_step(layer, opened.ledger, question.at_step)
+        selected = layer.space.select(question.where, end, here.stop)
+        asked = [(layer.space.grouping(question.distinct), values)]
+        if question.group_by is not None and groups is not None:
+            asked.append((layer.space.grouping(question.group_by), groups))
+        rows = np.flatnonzero(selected)
+        cells, wanted = np.zeros(len(rows), np.int64), np.zeros(len(values), np.int64)
+        for grouping, cell in asked:
+            joined, (own, theirs) = union([grouping.values, cell])
+            cells = cells * len(joined) + own[grouping.codes[rows]]
+            wanted = wanted * len(joined) + theirs
+        found, counts = np.unique(cells, return_counts=True)
+        place = np.minimum(np.searchsorted(found, wanted), max(0, len(found) - 1))
+        if not len(found):
+            return np.zeros(len(wanted), np.int64)
+        return np.where(found[place] == wanted, counts[place], 0).astype(np.int64)
+
+
+def sums_of_groups(here: Here, question: TopGroupsQuestion) -> Sums:
+    """Every group's sums, weights or contributions; of SGD's family."""
+    here.take(needs.of_rows(here.index, question))
+    layer = here.index.layer(question.layer)
+    with here.index.using(layer) as opened:
+        return all_groups(opened, layer, question, here.stop)
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Rows of a part, counted.
+
+    Attributes:
+        coverage: Those that take part.
+        groups: By column its values, [groups], how many rows take part of each, int64 [groups], and
+            how many there are.
+    """
+
+    coverage: Coverage
+    groups: dict[str, tuple[pa.Array, np.ndarray, np.ndarray]]
+
+
+def counted(
+    here: Here, name: str, where: pb.Filter | None, before: int | None, columns: Sequence[str]
+) -> Counted:
+    """Count a layer's rows that pass a filter and lie before a step."""
+    layer = here.index.layer(name)
+    with here.index.using(layer):
+        selected = layer.space.select(where, before, here.stop)
+        groups = {}
+        for column in columns:
+            grouping = layer.space.grouping(column)
+            taken = layer.space.count(column, selected)
+            groups[column] = (grouping.values, taken, grouping.counts)
+        return Counted(Coverage.of(layer, selected), groups)
+
+
+@dataclass(frozen=True)
+class Added:
+    """What rows of a part add to an output.
+
+    Attributes:
+        groups: [groups], ascending, null last; None without groups.
+        values: float64 [n, groups, d_out]; without groups, one.
+    """
+
+    groups: pa.Array | None
+    values: np.ndarray
+
+
+def added(here: Here, question: OutputQuestion, start: int, *, grouped: bool) -> Added:
+    """What the rows that take part add to the output, from a step on; of SGD's family.
+
+    Args:
+        here: The part.
+        question: What is asked.
+        start: Rows of earlier steps do not count: their sum is in a stored state.
+        grouped: Keep the groups of `group_by` apart.
+    """
+    here.take(needs.of_rows(here.index, question))
+    layer = here.index.layer(question.layer)
+    with here.index.using(layer) as opened:
+        queries = query_tensor(layer, question.queries)
+        end = last_step(layer, opened.ledger, question.at_step)
+        before = None if question.at_step is None else end
+        selected = layer.space.select(question.where, before, here.stop)
+        if start:
+            selected = selected & (layer.space.steps >= start)
+        coefficients = layer_coefficients(opened.ledger, layer.manifest, end, start)
+        grouping = None
+        if grouped and question.group_by is not None:
+            grouping = layer.space.grouping(question.group_by)
+        values = rows_part(
+            layer, queries, coefficients, grouping, selected, opened.device, here.stop
+        )
+        return Added(None if grouping is None else grouping.values, values)
+
+
+def weights(
+    here: Here, question: StreamWeightsQuestion, shard: int, first: int, rows: int
+) -> tuple[int, np.ndarray]:
+    """The weights of some rows of one of the part's shards, in row order: the first row's id, and
+    float32 [n, rows].
+
+    Args:
+        here: The part.
+        question: What is asked.
+        shard: Its number among the part's.
+        first, rows: Which of its rows, by the order of their ids.
+    """
+    here.take(needs.of_stream(here.index, question))
+    layer = here.index.layer(question.layer)
+    with here.index.using(layer):
+        found = layer.shards[shard]
+        chunk = in_row_order(layer, found)[first : first + rows]
+        exact = ExactWeights(query_tensor(layer, question.queries))
+        start = int(layer.space.ids[found.start + chunk[0]])
+        return start, chunk_weights(layer, found, chunk, exact, here.stop)
+
+
+def verify(here: Here) -> None:
+    """Hash every file of the part."""
+    here.index.verify_files(here.stop)
+
+
+def identities(here: Here) -> dict[str, tuple[int, ...] | None]:
+    """What changes of the part's files where they are written again."""
+    return here.index.identities()

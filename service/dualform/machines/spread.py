@@ -1,0 +1,263 @@
+"""An index whose rows are on several machines: it asks all of them, and makes one answer."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+
+from dualform.engine.api.index import Index, answer
+from dualform.engine.api.opened import Opened, query_tensor
+from dualform.engine.api.results import (
+    DualOutput,
+    Explanation,
+    Sums,
+    TopK,
+    WeightsChunk,
+)
+from dualform.engine.errors import DataLossError, EngineError, FailedPreconditionError
+from dualform.engine.memory.layer import Layer
+from dualform.engine.memory.shards import Stop
+from dualform.engine.messages.versions import Version
+from dualform.engine.totals.streams import CHUNK_BYTES, chunk_rows
+from dualform.machines import asked
+from dualform.machines.answers import ANSWERS, Spread
+from dualform.machines.fleet import Fleet, Lost
+from dualform.machines.parts import Part, split
+from dualform.machines.rows import FarRows
+from dualform.machines.unions import union
+from dualform.questions import (
+    ExplainQuestion,
+    OutputQuestion,
+    RowsQuestion,
+    StreamWeightsQuestion,
+    SumsQuestion,
+    TopKQuestion,
+)
+from dualform.store.index import IndexManifest
+
+Parts = Sequence["tuple[int, Part]"]
+
+
+class Machines:
+    """Opens indexes on the machines of a fleet.
+
+    Args:
+        fleet: Who they are.
+        device: Where each multiplies, as `Index.open` takes it.
+        count: On how many of them; None for all.
+    """
+
+    def __init__(self, fleet: Fleet, device: str = "auto", count: int | None = None) -> None:
+        self._fleet, self._device = fleet, device
+        self._count = fleet.count if count is None else count
+
+    def open(self, version: Version) -> SpreadIndex:
+        """Open an index on them: see `dualform.engine.messages.catalog.Opener`."""
+        return SpreadIndex(version, self._fleet, self._device, self._count)
+
+    def close(self) -> None:
+        """End them."""
+        self._fleet.close()
+
+
+class SpreadIndex(Index):
+    """What `Index` is, of rows that are elsewhere.
+
+    Here are the states, the ledger and the payloads, of which the index's directory is read; the
+    shards are opened by the machines alone.
+
+    Args:
+        version: Of the index.
+        fleet: The machines.
+        device: As `Index.open` takes it.
+        count: On how many of them.
+    """
+
+    def __init__(self, version: Version, fleet: Fleet, device: str, count: int) -> None:
+        manifest = IndexManifest.load(version.path)
+        none: list[tuple[int, ...]] = [()] * len(manifest.spaces)
+        cpu = torch.device("cpu")
+        super().__init__(version.path, device=cpu, use_faiss=False, shards=none)
+        self._here, self._opened = self._opened, cast(Opened, _NotHere())
+        self._rowless, self._published = self.layers, manifest
+        self._fleet, self.machines = fleet, count
+        self._parts = [
+            (seat, Part(version.path, version.name, shards, device))
+            for seat, shards in enumerate(split(manifest, count))
+            if any(shards)
+        ]
+        weakref.finalize(self, fleet.forget, [part for _, part in self._parts])
+        self.layers = self._far_layers()
+
+    def ask(self, question: RowsQuestion, stop: Stop | None = None) -> Any:
+        """Answer a question about rows: all machines are asked, and their answers made one.
+
+        Raises:
+            DataLossError: A machine's rows are nowhere.
+        """
+        layer = self.layer(question.layer)
+        with self._guarded():
+            if not layer.rows:
+                return answer(self._here, self._rowless[layer.name], question, stop)
+            found = ANSWERS.get(type(question))
+            if found is None:
+                raise _refused(f"a {type(question).__name__}")
+            return found(self._spread(layer, question, stop), question)
+
+    def explain_layers(
+        self, question: ExplainQuestion, stop: Stop | None = None
+    ) -> Iterator[Explanation]:
+        """Several answers about each of the question's layers, asked one by one."""
+        column, where = question.group_by, question.where
+        for name, queries in question.layers:
+            best: TopK | None = None
+            total: Sums | None = None
+            output: DualOutput | None = None
+            if column is not None:
+                sums = SumsQuestion(name, queries, column, absolute=question.absolute, where=where)
+                total = self.ask(sums, stop)
+            if question.output:
+                wanted = OutputQuestion(
+                    name, queries, where=where, group_by=column, max_residual=question.max_residual
+                )
+                output = self.ask(wanted, stop)
+            if question.k:
+                rows = TopKQuestion(name, queries, k=question.k, order=question.order, where=where)
+                best = self.ask(rows, stop)
+            yield Explanation(best, total, output)
+
+    def chunks(
+        self,
+        question: StreamWeightsQuestion,
+        stop: Stop | None = None,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> Iterator[WeightsChunk]:
+        """Every attention weight in row order: chunk by chunk, from whoever has the rows."""
+        layer = self.layer(question.layer)
+        query_tensor(layer, question.queries)
+        rows = chunk_rows(len(question.queries), chunk_bytes)
+        space = self._published.spaces[layer.row_space]
+        homes = self._of(layer)
+
+        def found() -> Iterator[WeightsChunk]:
+            for number, shard in enumerate(space.shards):
+                home = next(home for home in homes if number in home[1].numbers(layer.row_space))
+                inside = home[1].numbers(layer.row_space).index(number)
+                for first in range(0, shard.rows, rows):
+                    self.layer(question.layer)  # refused once the index is closed
+                    (chunk,) = _whole(
+                        self._fleet.ask(
+                            [home], asked.weights, question, inside, first, rows, stop=stop
+                        )
+                    )
+                    yield WeightsChunk(*chunk)
+
+        return found()
+
+    def verify_files(self, stop: Stop | None = None) -> None:
+        """Hash every file: the states here, each machine its shards.
+
+        Raises:
+            DataLossError: One differs; `damage` says which from now on.
+        """
+        super().verify_files(stop)
+        for found in self._fleet.ask(self._parts, asked.verify, stop=stop):
+            if isinstance(found, Lost):
+                if found.error.reason == DataLossError.default_reason:
+                    self.damage = str(found.error)
+                raise found.error
+
+    def identities(self) -> dict[str, tuple[int, ...] | None]:
+        """As of `Index`; of the files of a machine that is out of reach nothing is known."""
+        known = super().identities()
+        for found in self._fleet.ask(self._parts, asked.identities):
+            if not isinstance(found, Lost):
+                known.update(found)
+        return known
+
+    def close(self) -> None:
+        """Refuse further questions; the machines close their parts."""
+        super().close()
+        self._fleet.forget([part for _, part in self._parts])
+
+    def _of(self, layer: Layer) -> Parts:
+        """Those with rows of the layer."""
+        return [home for home in self._parts if home[1].shards[layer.row_space]]
+
+    def _spread(self, layer: Layer, question: RowsQuestion, stop: Stop | None) -> Spread:
+        homes, spaces = self._of(layer), self._published.spaces
+        shards = spaces[layer.row_space].shards
+
+        def ask(function: Callable[..., Any], *arguments: Any) -> list[Any]:
+            return self._fleet.ask(homes, function, *arguments, stop=stop)
+
+        sizes = [
+            sum(shards[number].rows for number in part.numbers(layer.row_space))
+            for _, part in homes
+        ]
+        return Spread(self._here, layer, ask, sizes, stop)
+
+    def _far_layers(self) -> Mapping[str, Layer]:
+        columns: dict[int, asked.Columns] = {}
+        for found in _whole(self._fleet.ask(self._parts, asked.describe)):
+            columns = {**found, **columns}
+        tables = {
+            number: FarRows(space.rows, dict(columns[number]), self._values(number))
+            for number, space in enumerate(self._published.spaces)
+            if number in columns
+        }
+        layers = {}
+        for name, layer in self._rowless.items():
+            far = tables.get(layer.row_space)
+            ranges = [
+                end - first
+                for shard in self._published.layers[name].shards
+                for first, end in shard.nonfinite
+            ]
+            layers[name] = (
+                layer if far is None else replace(layer, space=far, nonfinite=sum(ranges))
+            )
+        return layers
+
+    def _values(self, space: int) -> Callable[[str, str], tuple[Any, bool]]:
+        """Asks the machines for the values of a space's column; see `rows.Values`."""
+        layer = next(layer for layer in self._rowless.values() if layer.row_space == space)
+        homes = self._of(layer)
+        # No cycle: whoever asks holds the index.
+        fleet, name = self._fleet, layer.name
+
+        def values(column: str, field: str) -> tuple[Any, bool]:
+            found = fleet.ask(homes, asked.values_of, name, column, field)
+            known = [each for each in found if not isinstance(each, Lost)]
+            if not known:
+                raise found[0].error
+            return union(known)[0], len(known) == len(found)
+
+        return values
+
+
+class _NotHere:
+    """In the place of what an index answers with: what is not distributed yet says so."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise _refused("this")
+
+
+def _refused(what: str) -> EngineError:
+    return FailedPreconditionError(
+        f"{what} cannot be asked of an index on several machines yet; serve it without --ray on "
+        "one that has all of it",
+        reason="NOT_DISTRIBUTED",
+    )
+
+
+def _whole(found: list[Any]) -> list[Any]:
+    """What all machines found, or the refusal."""
+    for each in found:
+        if isinstance(each, Lost):
+            raise each.error
+    return found
