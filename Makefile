@@ -6,7 +6,7 @@ VENV := .venv
 DATA := $(or $(DUALFORM_DATA),../shared/data)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PACKAGES := optimizers layers record store index questions engine replay serve client plot cli
+PACKAGES := optimizers layers record store index questions engine replay serve client plot explore cli
 # Folders with Python of ours that is no package.
 LOOSE := examples experiments benchmarks scripts
 # Processes that share the tests: each needs a core and 2 GB. WORKERS=0 for one that a debugger can stop.

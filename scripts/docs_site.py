@@ -21,7 +21,15 @@ import docs_reference
 ROOT = Path(__file__).resolve().parents[1]
 STAGED = ROOT / "build" / "docs"
 MERGED = ROOT / "build" / "api"
-FOLDERS = ["protos", "indexer", "service", "clients/python", "clients/plot", "clients/cli"]
+FOLDERS = [
+    "protos",
+    "indexer",
+    "service",
+    "clients/python",
+    "clients/plot",
+    "clients/explore",
+    "clients/cli",
+]
 # Begin the site with something else.
 HOME = {"README.md": "index.md", "docs/README.md": "index.md"}
 # Where pages go that mkdocs.yml does not name, by their folder.
@@ -87,7 +95,7 @@ def stage(folder: Path) -> None:
 
 
 def merge(folder: Path) -> None:
-    """One package of the six folders."""
+    """One package of the seven folders."""
     shutil.rmtree(folder, ignore_errors=True)
     for each in FOLDERS:
         shutil.copytree(

@@ -23,6 +23,11 @@ def add_connection(parser: argparse.ArgumentParser) -> None:
     asked.add_argument("--server", metavar="HOST:PORT", help="ask a server")
     asked.add_argument("--local", type=Path, metavar="INDEX", help="ask an index on disk")
     parser.add_argument("--index", metavar="NAME", help="which one, where several are served")
+    add_server_options(parser)
+
+
+def add_server_options(parser: argparse.ArgumentParser) -> None:
+    """Adds how a server is reached."""
     parser.add_argument(
         "--tls",
         nargs="?",
@@ -55,7 +60,7 @@ def open_client(options: argparse.Namespace) -> Client:
             tls=options.tls,
             certificate=options.certificate,
             key=options.key,
-            token=None if options.token_file is None else _token(options.token_file),
+            token=token_of(options),
         )
     for name in ("tls", "certificate", "key", "token_file"):
         if getattr(options, name):
@@ -66,7 +71,15 @@ def open_client(options: argparse.Namespace) -> Client:
     return Client.local(options.local)
 
 
-def _token(path: Path) -> str:
+def token_of(options: argparse.Namespace) -> str | None:
+    """What `--token-file` holds; None without it.
+
+    Raises:
+        CommandError: It can't be read, or holds nothing.
+    """
+    path: Path | None = options.token_file
+    if path is None:
+        return None
     try:
         token = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:

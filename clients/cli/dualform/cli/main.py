@@ -23,7 +23,7 @@ from typing import NoReturn
 from dualform import __version__
 from dualform._errors import DualformError
 from dualform._install import pip_install
-from dualform.cli import admin, index, plot, query, serve
+from dualform.cli import admin, explore, index, plot, query, serve
 from dualform.cli.errors import CommandError
 from dualform.cli.interruption import INTERRUPTED
 
@@ -110,6 +110,7 @@ def make_parser() -> argparse.ArgumentParser:
     admin.add_to(commands)
     query.add_to(commands)
     plot.add_to(commands)
+    explore.add_to(commands)
     return parser
 
 

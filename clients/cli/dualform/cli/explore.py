@@ -1,0 +1,78 @@
+"""`dualform explore`: the page in the browser, on indexes or on a server's."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from dualform._install import pip_install
+from dualform.cli.connection import add_server_options, token_of
+from dualform.cli.errors import CommandError
+from dualform.cli.interruption import load_engine
+from dualform.cli.serve import named_indexes
+
+
+def add_to(commands: Any) -> None:
+    """Adds the command's arguments."""
+    parser = commands.add_parser(
+        "explore",
+        allow_abbrev=False,
+        help="look at indexes in the browser",
+        description="Serves a page on this machine until Ctrl-C: which training examples made an "
+        "output. Nothing it loads comes from another machine.",
+    )
+    parser.add_argument(
+        "indexes",
+        nargs="*",
+        metavar="INDEX",
+        help="an index, shown under its directory's name, or NAME=INDEX",
+    )
+    parser.add_argument("--server", metavar="HOST:PORT", help="look at a server's indexes instead")
+    add_server_options(parser)
+    parser.add_argument("--host", default="127.0.0.1", help="of this machine (default 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8080, help="0 for a free one (default 8080)")
+    parser.add_argument("--open", action="store_true", help="open it in the browser")
+    parser.set_defaults(run=_run, parser=parser)
+
+
+def _run(options: argparse.Namespace) -> int:
+    if bool(options.indexes) == (options.server is not None):
+        raise CommandError("say what to look at: `dualform explore INDEX…`, or --server HOST:PORT")
+    try:
+        import nicegui  # noqa: F401
+    except ImportError as error:
+        raise CommandError(f"the page needs nicegui ({error}): {pip_install('explore')}") from None
+    from dualform.explore import LocalSources, ServerSources, run
+
+    sources: LocalSources | ServerSources
+    if options.server is None:
+        paths = named_indexes(options.indexes)
+        missing = [str(path) for path in paths.values() if not Path(path).is_dir()]
+        if missing:
+            raise CommandError(f"there is no index at {', '.join(missing)}")
+        load_engine()
+        sources = LocalSources(paths)
+    else:
+        sources = _served(options)
+    return run(sources, host=options.host, port=options.port, browse=options.open)
+
+
+def _served(options: argparse.Namespace) -> Any:
+    from dualform.client import AsyncClient
+    from dualform.explore import ServerSources
+
+    client = AsyncClient(
+        options.server,
+        tls=options.tls,
+        certificate=options.certificate,
+        key=options.key,
+        token=token_of(options),
+    )
+    given = {"tls": options.tls, "certificate": options.certificate, "key": options.key}
+    said = {name: value if value is True else str(value) for name, value in given.items() if value}
+    python = "".join(f", {name}={value!r}" for name, value in said.items())
+    words = [f"--{name}" if value is True else f"--{name}={value}" for name, value in said.items()]
+    return ServerSources(
+        client, f"Client({options.server!r}{python})", ("--server", options.server, *words)
+    )

@@ -1,0 +1,25 @@
+"""The page in the browser: indexes, examples, and what made a prediction; `dualform explore`.
+
+Needs the extra `[explore]`. It asks through the SDK alone. What is behind the names:
+
+    LocalSources     indexes on disk
+    ServerSources    those of a server
+    run              serve the page on this machine
+    View             what is looked at, and its link
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dualform.explore.sources import LocalSources, ServerSources
+from dualform.explore.view import View
+
+__all__ = ["LocalSources", "ServerSources", "View", "run"]
+
+
+def run(sources: Any, *, host: str = "127.0.0.1", port: int = 8080, browse: bool = False) -> int:
+    """As `dualform.explore.app.run`; the page's library is loaded when it is called."""
+    from dualform.explore import app
+
+    return app.run(sources, host=host, port=port, browse=browse)

@@ -1,0 +1,126 @@
+"""Pieces of HTML: numbers, bars, links, payloads. Whatever comes from an index is escaped here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from html import escape
+from urllib.parse import urlencode
+
+from dualform.explore.payloads import MOST_LETTERS, Nothing, Payload, Picture, Row
+from dualform.explore.tokens import Marked, Token
+from dualform.explore.view import ExampleId, View
+
+MINUS = "\N{MINUS SIGN}"
+
+
+def number(value: float | None) -> str:
+    """Four digits, as people read them; a dash where there is none."""
+    if value is None:
+        return "\N{EN DASH}"
+    return f"{value:,.4g}".replace("-", MINUS)
+
+
+def named(value: object) -> str:
+    """A metadata value in a line."""
+    text = "none" if value is None else str(value)
+    return escape(text if len(text) <= 60 else text[:60] + "…")
+
+
+def link(view: View, inner: str, *, said: str = "", kind: str = "", current: bool = False) -> str:
+    """A link to a view; the page follows it without being loaded anew.
+
+    Args:
+        view: Where it leads.
+        inner: HTML inside.
+        said: For those who don't see it, where `inner` says too little.
+        kind: A class of the style sheet.
+        current: It is the view, or part of it, that is looked at.
+    """
+    label = f' aria-label="{escape(said)}" title="{escape(said)}"' if said else ""
+    here = ' aria-current="true"' if current else ""
+    style = f' class="{kind}"' if kind else ""
+    return f'<a href="{escape(view.link() or "?")}" data-go{style}{label}{here}>{inner}</a>'
+
+
+def bar(value: float | None, largest: float) -> str:
+    """A bar to the left for what is below zero, to the right for what is above."""
+    if value is None or not largest > 0:
+        return '<span class="bar" aria-hidden="true"></span>'
+    share = min(1.0, abs(value) / largest) * 50
+    side = "minus" if value < 0 else "plus"
+    inner = f'<i class="{side}" style="width:{share:.1f}%"></i>'
+    return f'<span class="bar" aria-hidden="true">{inner}</span>'
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]], *, caption: str, kind: str) -> str:
+    """A table of HTML cells, the first of each row its head."""
+    heads = "".join(f'<th scope="col">{each}</th>' for each in head)
+    lines = []
+    for cells in rows:
+        first, *others = cells
+        lines.append(
+            f'<tr><th scope="row">{first}</th>' + "".join(f"<td>{c}</td>" for c in others) + "</tr>"
+        )
+    return (
+        f'<table class="{kind}"><caption>{caption}</caption><thead><tr>{heads}</tr></thead>'
+        f"<tbody>{''.join(lines)}</tbody></table>"
+    )
+
+
+def refused(why: str) -> str:
+    """Why a part is not there."""
+    return f'<p class="refused" role="note">{escape(why)}</p>'
+
+
+def payload(
+    what: Payload, example: ExampleId | None, index: str, version: str, text: Marked | None = None
+) -> str:
+    """An example, to look at.
+
+    Args:
+        what: What was kept.
+        example: Its id.
+        index: Where it is kept, by the page's name.
+        version: Of the index: another one's pictures are others.
+        text: With tokens marked, of a text.
+    """
+    if isinstance(what, Picture):
+        address = urlencode({"index": index, "id": json.dumps(example), "v": version})
+        small = " small" if what.small else ""
+        source, said = escape(f"payload?{address}"), escape(f"example {example}")
+        return f'<img class="picture{small}" src="{source}" alt="{said}" loading="lazy">'
+    if isinstance(what, Row):
+        cells = "".join(
+            f"<dt>{named(name)}</dt><dd>{escape(value)}</dd>" for name, value in what.cells
+        )
+        more = f"<dt>…</dt><dd>{what.more} more</dd>" if what.more else ""
+        return f'<dl class="cells">{cells}{more}</dl>'
+    if isinstance(what, Nothing):
+        return f'<p class="nothing">{escape(what.why)}</p>'
+    if text is not None:
+        return f'<p class="text">{tokens(text)}</p>'
+    shown = what.text[:MOST_LETTERS]
+    return f'<p class="text">{escape(shown)}{_left_out(len(what.text) - len(shown))}</p>'
+
+
+def tokens(text: Marked) -> str:
+    """A text whose tokens are as strong as their scores; a screen reader hears the strong ones."""
+    inner = "".join(_token(each, text.strongest) for each in text.tokens)
+    return _left_out(text.before) + inner + _left_out(text.after)
+
+
+def _token(each: Token, strongest: float) -> str:
+    shown = escape(each.text)
+    if each.score is None or not strongest > 0:
+        return shown
+    share = abs(each.score) / strongest
+    if share < 0.05:
+        return f'<span title="{number(each.score)}">{shown}</span>'
+    side = "minus" if each.score < 0 else "plus"
+    strength = f"--s:{share:.2f}"
+    return f'<mark class="{side}" style="{strength}" title="{number(each.score)}">{shown}</mark>'
+
+
+def _left_out(letters: int) -> str:
+    return f'<span class="left-out"> … {letters:,} letters … </span>' if letters > 0 else ""

@@ -1,0 +1,118 @@
+"""Two small memories to look at: digits with pictures, and texts with a row per letter."""
+
+from __future__ import annotations
+
+import io
+import string
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from sklearn.datasets import load_digits
+from torch import nn
+
+from dualform.index import build_index
+from dualform.record import Recorder
+
+STEPS, BATCH, EXAMPLES, LR = 60, 24, 480, 0.2
+LETTERS = string.ascii_lowercase + " "
+TEXTS = [
+    f"{who} {does} {what}"
+    for who in ("the old crow", "a red fox", "my grey cat")
+    for does in ("sees", "eats", "takes")
+    for what in ("cheese", "grapes", "a fish", "corn")
+]
+
+
+@dataclass(frozen=True)
+class Digits:
+    """The index at `path` and what it is of.
+
+    Attributes:
+        images: float32 [480, 64], the keys of layer "0", by example.
+        labels: int64 [480].
+        model: As trained: layers "0" and "2".
+    """
+
+    path: Path
+    images: torch.Tensor
+    labels: torch.Tensor
+    model: nn.Sequential
+
+    def weights(self, query: np.ndarray) -> np.ndarray:
+        """float64 [480]: what each example's rows in layer "0" weigh together."""
+        once: np.ndarray = self.images.numpy().astype(np.float64) @ query.astype(np.float64)
+        return once * self.times()
+
+    def times(self) -> np.ndarray:
+        """int64 [480]: how often training saw each."""
+        return np.bincount(np.concatenate(batches()), minlength=EXAMPLES)
+
+
+def batches() -> list[np.ndarray]:
+    """The examples of each step."""
+    rng = np.random.default_rng(3)
+    each = EXAMPLES // BATCH
+    epochs = [rng.permutation(EXAMPLES) for _ in range(STEPS // each)]
+    return [part for epoch in epochs for part in np.split(epoch, each)]
+
+
+def make_digits(folder: Path) -> Digits:
+    """64-32-10, trained by SGD; examples whose id is a multiple of five have no picture."""
+    data = load_digits()
+    images = torch.from_numpy((data.data[:EXAMPLES] / 16).astype(np.float32))
+    labels = torch.from_numpy(data.target[:EXAMPLES].astype(np.int64))
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    with Recorder(model, optimizer, folder / "recording") as recorder:
+        for ids in map(torch.from_numpy, batches()):
+            recorder.annotate(label=labels[ids], example=ids)
+            loss = nn.functional.cross_entropy(model(images[ids]), labels[ids])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        kept = [each for each in range(EXAMPLES) if each % 5]
+        pictures = (data.images[:EXAMPLES] * 255 / 16).astype(np.uint8)
+        recorder.add_examples(kept, [png(pictures[each]) for each in kept])
+    build_index(folder / "recording", folder / "digits")
+    return Digits(folder / "digits", images, labels, model)
+
+
+def make_texts(folder: Path) -> Path:
+    """A model of the next letter; examples are called by texts, payloads are what it read."""
+    torch.manual_seed(2)
+    model = nn.Sequential(
+        OrderedDict(
+            table=nn.Embedding(len(LETTERS), 12),
+            hidden=nn.Linear(12, 24),
+            relu=nn.ReLU(),
+            head=nn.Linear(24, len(LETTERS)),
+        )
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    names = [f"text {number:02}" for number in range(len(TEXTS))]
+    rng = np.random.default_rng(4)
+    with Recorder(model, optimizer, folder / "recording") as recorder:
+        for _ in range(40):
+            chosen = int(rng.integers(len(TEXTS)))
+            letters = torch.tensor([[LETTERS.index(each) for each in TEXTS[chosen]]])
+            recorder.annotate(example=[names[chosen]])
+            logits = model(letters[:, :-1])
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), letters[0, 1:])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        recorder.add_examples(names, TEXTS)
+    build_index(folder / "recording", folder / "texts")
+    return folder / "texts"
+
+
+def png(pixels: np.ndarray) -> bytes:
+    """uint8 [height, width] as PNG."""
+    sink = io.BytesIO()
+    Image.fromarray(pixels).save(sink, format="PNG")
+    return sink.getvalue()

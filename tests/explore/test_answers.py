@@ -1,0 +1,233 @@
+"""What the page shows is what the trained layers and the recorded keys say, in float64."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dualform.client import AsyncClient, InvalidArgumentError, NotFoundError
+from dualform.explore import View
+from dualform.explore.answers import Answer, Groups, Output, Parts, Refused
+from dualform.explore.asking import Asker, answer
+from dualform.explore.browsing import PER_PAGE, offered
+from dualform.explore.keys import key_of
+from dualform.explore.payloads import Nothing, Picture, Text
+from dualform.explore.queries import Uploads, query_of
+
+from .memory import STEPS, TEXTS, Digits, batches
+
+
+def ask(client: AsyncClient, view: View, uploads: Uploads | None = None) -> Answer:
+    async def steps() -> Answer:
+        info = await client.index()
+        layer = info.layers[view.layer]
+        query = await query_of(client, None, info, layer, view, uploads or Uploads())
+        assert query is not None
+        return await answer(Asker(client, None, info, layer, view, lambda _: None), query)
+
+    return asyncio.run(steps())
+
+
+@pytest.mark.parametrize("example", [7, 300])
+def test_a_key_is_what_the_layer_saw(client: AsyncClient, digits: Digits, example: int) -> None:
+    async def steps() -> None:
+        info = await client.index()
+        key = await key_of(client, info.layers["0"], example)
+        assert np.array_equal(key.query[0], digits.images[example].numpy())
+        assert key.steps == [step for step, ids in enumerate(batches()) if example in ids]
+        assert key.columns["step"] == key.steps[-1]
+        assert key.columns["label"] == int(digits.labels[example])
+        earlier = await key_of(client, info.layers["2"], example, seen=key.steps[0])
+        assert earlier.columns["step"] == key.steps[0]
+        assert earlier.query.shape == (1, 32)
+
+    asyncio.run(steps())
+
+
+def test_what_has_no_key_is_said(client: AsyncClient) -> None:
+    async def steps() -> None:
+        info = await client.index()
+        with pytest.raises(NotFoundError, match="no row of example 9999"):
+            await key_of(client, info.layers["0"], 9999)
+        with pytest.raises(InvalidArgumentError, match="up to 8,192 are fetched"):
+            await key_of(client, replace(info.layers["0"], d_in=9000), 1)
+        with pytest.raises(InvalidArgumentError, match="no column example"):
+            await key_of(client, replace(info.layers["0"], columns={"step": "int64"}), 1)
+
+    asyncio.run(steps())
+
+
+def test_weights_are_those_of_all_rows_of_an_example(client: AsyncClient, digits: Digits) -> None:
+    found = ask(client, View(layer="0", example=7, k=5))
+    assert not isinstance(found.by_weight, Refused)
+    expected = digits.weights(digits.images[7].numpy())
+    best = np.argsort(-expected, kind="stable")[:5]
+    assert [each.example for each in found.by_weight] == best.tolist()
+    for each in found.by_weight:
+        assert each.weight == pytest.approx(expected[each.example], rel=1e-6)
+        assert each.count == digits.times()[each.example]
+        assert each.columns["label"] == int(digits.labels[each.example])
+        kind = Picture if int(str(each.example)) % 5 else Nothing
+        assert isinstance(each.payload, kind)
+
+
+def test_the_output_is_the_layers_and_classes_add_up_to_it(
+    client: AsyncClient, digits: Digits
+) -> None:
+    found = ask(client, View(layer="2", example=7))
+    with torch.no_grad():
+        own = digits.model[2](torch.from_numpy(found.query.vector))[0].numpy()
+    assert isinstance(found.output, Output)
+    assert [value for _, value in found.output.whole] == pytest.approx(np.sort(own)[::-1], rel=1e-5)
+    assert found.unit == found.output.winner[0] == int(own.argmax())
+    groups = found.groups
+    assert isinstance(groups, Groups)
+    assert groups.output == pytest.approx(own.max(), rel=1e-5)
+    added = sum(each.contribution or 0 for each in groups.groups)
+    assert groups.initial is not None
+    assert added + groups.initial == pytest.approx(own.max(), abs=1e-4)
+    assert [each.name for each in groups.groups] == list(range(10))
+    assert [each.rows for each in groups.groups] == [
+        int(digits.times()[digits.labels.numpy() == label].sum()) for label in range(10)
+    ]
+    parts = found.parts
+    assert isinstance(parts, Parts)
+    assert (parts.values.sum(axis=0) + parts.initial) == pytest.approx(own, abs=1e-4)
+
+
+def test_both_lists_have_both_numbers(client: AsyncClient) -> None:
+    """The contribution of an example that the list by weight has is that of the other list."""
+    for by in ("example", "row"):
+        found = ask(client, View(layer="2", example=7, k=60, by=by))
+        assert not isinstance(found.by_weight, Refused)
+        assert not isinstance(found.by_contribution, Refused)
+        name = "example" if by == "example" else "row"
+        others = {getattr(each, name): each for each in found.by_contribution}
+        both = [each for each in found.by_weight if getattr(each, name) in others]
+        assert both
+        for each in both:
+            other = others[getattr(each, name)]
+            assert each.weight == pytest.approx(other.weight, rel=1e-6)
+            assert each.contribution == pytest.approx(other.contribution, rel=1e-6)
+        assert all(each.contribution is not None for each in found.by_weight)
+
+
+def test_a_filter_leaves_the_layer_without_those_rows(client: AsyncClient) -> None:
+    view = View(layer="2", example=7)
+    whole, masked = ask(client, view), ask(client, replace(view, filters=("label != 3",)))
+    assert isinstance(whole.output, Output)
+    assert isinstance(masked.output, Output)
+    assert isinstance(whole.groups, Groups)
+    assert masked.output.left is not None
+    assert masked.output.whole == whole.output.whole
+    three = next(each for each in whole.groups.groups if each.name == 3)
+    place = [unit for unit, _ in whole.output.whole].index(whole.unit or 0)
+    without = whole.output.whole[place][1] - (three.contribution or 0)
+    assert masked.output.left[place] == pytest.approx(without, abs=1e-4)
+    assert masked.output.rows == whole.output.rows - three.rows
+    assert isinstance(masked.groups, Groups)
+    assert 3 not in [each.name for each in masked.groups.groups]
+
+
+def test_at_a_step_only_the_rows_before_it_count(client: AsyncClient, digits: Digits) -> None:
+    found = ask(client, View(layer="0", example=7, step=20, by="row", k=60))
+    assert not isinstance(found.by_weight, Refused)
+    assert not isinstance(found.by_contribution, Refused)
+    for each in (*found.by_weight, *found.by_contribution):
+        assert each.columns["step"] < 20
+    first = ask(client, View(layer="0", example=7, step=0))
+    assert isinstance(first.output, Output)
+    assert first.output.rows == 0
+    assert first.by_weight == ()
+
+
+def test_the_prediction_is_that_of_the_same_row(client: AsyncClient) -> None:
+    hidden = ask(client, View(layer="0", example=7))
+    last = ask(client, View(layer="2", example=7))
+    assert hidden.prediction is not None
+    assert last.prediction is None
+    assert hidden.prediction == last.output
+
+
+def test_a_text_has_its_tokens_weighed(reader: AsyncClient, texts: Path) -> None:
+    found = ask(reader, View(layer="head", example="text 05", k=3))
+    assert isinstance(found.query.payload, Text)
+    assert found.query.places == list(range(len(TEXTS[5]) - 1))
+    assert not isinstance(found.by_weight, Refused)
+    for each in found.by_weight:
+        assert each.text is not None
+        number = int(str(each.example).removeprefix("text "))
+        assert "".join(token.text for token in each.text.tokens) == TEXTS[number]
+        scores = [token.score or 0.0 for token in each.text.tokens]
+        assert sum(scores) == pytest.approx(each.weight, rel=1e-5)
+        assert each.text.tokens[-1].score is None
+    assert found.column == ""
+    assert found.groups is None
+
+
+def test_examples_are_offered_by_pages(
+    client: AsyncClient, reader: AsyncClient, digits: Digits
+) -> None:
+    async def steps() -> None:
+        layer = (await client.index()).layers["2"]
+        some = await offered(client, None, layer, View())
+        assert [each.example for each in some] == list(range(PER_PAGE))
+        assert [each.label for each in some] == digits.labels[:PER_PAGE].tolist()
+        more = await offered(client, None, layer, View(after=475))
+        assert [each.example for each in more] == [476, 477, 478, 479]
+        layer = (await reader.index()).layers["head"]
+        called = [each.example for each in await offered(reader, None, layer, View())]
+        assert called == sorted(map(str, called))
+        later = await offered(reader, None, layer, View(after=called[-1]))
+        assert all(str(each.example) > str(called[-1]) for each in later)
+
+    asyncio.run(steps())
+
+
+def test_an_upload_is_a_query(client: AsyncClient, digits: Digits, tmp_path: Path) -> None:
+    np.save(tmp_path / "q.npy", digits.images[5:8].numpy())
+    uploads = Uploads()
+    digest = uploads.keep("q.npy", (tmp_path / "q.npy").read_bytes())
+    there = ask(client, View(layer="0", upload=digest, number=2), uploads)
+    kept = ask(client, View(layer="0", example=7))
+    assert there.output == kept.output
+    assert not isinstance(there.by_weight, Refused)
+    assert there.by_weight == kept.by_weight
+    row = ",".join(f"{value:.9g}" for value in digits.images[7].numpy())
+    digest = uploads.keep("row.csv", row.encode())
+    assert ask(client, View(layer="0", upload=digest), uploads).output == kept.output
+    with pytest.raises(InvalidArgumentError, match=r"layer 2 takes 32; it fits layer 0"):
+        ask(client, View(layer="2", upload=digest), uploads)
+    with pytest.raises(InvalidArgumentError, match="queries 0 to 0; 4 is none"):
+        ask(client, View(layer="0", upload=digest, number=4), uploads)
+    with pytest.raises(NotFoundError, match="upload it again"):
+        ask(client, View(layer="0", upload="gone"), uploads)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("q.npy", b"nothing", "can't be read"),
+        ("q.csv", b"a,b,c", "can't be read"),
+        ("q.csv", b"1,inf", "NaN or Inf"),
+        ("q.csv", b"1e300,2", "NaN or Inf"),
+    ],
+)
+def test_what_is_no_query_is_refused(name: str, data: bytes, message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        Uploads().keep(name, data)
+
+
+def test_a_part_that_is_refused_leaves_the_others(client: AsyncClient) -> None:
+    found = ask(client, View(layer="2", example=7, unit=99, step=STEPS))
+    assert isinstance(found.output, Output)
+    assert isinstance(found.by_contribution, Refused)
+    assert not isinstance(found.by_weight, Refused)
+    found = ask(client, View(layer="2", example=7, filters=("colour = 3",)))
+    assert isinstance(found.by_weight, Refused)
+    assert "colour" in found.by_weight.why

@@ -1,0 +1,78 @@
+"""The lines to copy give the numbers that the page shows."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dualform.client import AsyncClient
+from dualform.explore import LocalSources, View
+from dualform.explore.answers import Groups, Refused
+from dualform.explore.lines import QUERY_FILE, lines_of
+from dualform.explore.sources import Source
+
+from .conftest import wait
+from .memory import Digits
+from .test_answers import ask
+
+
+def test_they_run_and_say_the_same(client: AsyncClient, digits: Digits, tmp_path: Path) -> None:
+    view = View(layer="2", example=7, k=3, step=50, filters=("label != 3", "label != 4"))
+    found = ask(client, view)
+    np.save(tmp_path / QUERY_FILE, found.query.vector)
+    source = Source("d", None, None, "", f"Client.local({str(digits.path)!r})", ("--local", "x"))
+    lines = lines_of(source, view, found.unit, found.column)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", lines.python],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "COLUMNS": "200"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert not isinstance(found.by_weight, Refused)
+    assert not isinstance(found.by_contribution, Refused)
+    for each in (*found.by_weight, *found.by_contribution):
+        assert f" {each.example} " in done.stdout
+    assert isinstance(found.groups, Groups)
+    assert len(lines.commands.splitlines()) == 5
+
+
+def test_commands_ask_the_same(client: AsyncClient, digits: Digits, tmp_path: Path) -> None:
+    view = View(layer="2", example=7, k=3, by="row", filters=("label != 3",))
+    found = ask(client, view)
+    np.save(tmp_path / QUERY_FILE, found.query.vector)
+    (source,) = wait(LocalSources({"d": digits.path}).listed())
+    lines = lines_of(source, view, found.unit, found.column).commands.splitlines()
+    program = Path(sys.executable).with_name("dualform")
+    words = shlex.split(lines[1])
+    assert words[0] == "dualform"
+    done = subprocess.run(
+        [program, *words[1:], "--json"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert not isinstance(found.by_contribution, Refused)
+    (rows,) = json.loads(done.stdout)["rows"]
+    assert rows == [each.row for each in found.by_contribution]
+
+
+@pytest.mark.parametrize("server", [True, False])
+def test_texts_are_quoted(server: bool) -> None:
+    source = Source(
+        "d", "my index" if server else None, None, "", "Client('h:1')", ("--server", "h:1")
+    )
+    view = View(layer='a "b"', filters=("task = 'it''s'",))
+    lines = lines_of(source, view, None, "")
+    compile(lines.python, "lines", "exec")
+    assert ('index="my index"' in lines.python) == server
+    for line in lines.commands.splitlines():
+        words = shlex.split(line)
+        assert words[words.index("--layer") + 1] == view.layer
+        assert words[words.index("--where") + 1] == view.where

@@ -1,0 +1,57 @@
+"""Whom the page asks, and what it says of those who can't be asked; the command's refusals."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from dualform.cli.main import main
+from dualform.client import AsyncClient, DualformError, InvalidArgumentError, UnavailableError
+from dualform.explore import LocalSources, ServerSources
+from dualform.explore.app import run
+
+from .conftest import wait
+from .memory import Digits
+
+
+def test_a_damaged_index_is_there_with_the_reason(digits: Digits, tmp_path: Path) -> None:
+    shutil.copytree(digits.path, tmp_path / "broken")
+    (tmp_path / "broken" / "manifest.json").write_text("{}")
+    sources = LocalSources({"good": digits.path, "broken": tmp_path / "broken"})
+    good, broken = wait(sources.listed())
+    assert not good.trouble
+    assert broken.trouble
+    with pytest.raises(DualformError):
+        broken.asked()
+    wait(sources.close())
+
+
+def test_a_server_that_is_not_there_is_said() -> None:
+    client = AsyncClient("127.0.0.1:1", retry=None)
+    with pytest.raises(UnavailableError):
+        wait(ServerSources(client, "Client('127.0.0.1:1')", ()).listed())
+
+
+def test_the_page_is_on_this_machine_alone(digits: Digits) -> None:
+    sources = LocalSources({})
+    for host in ("0.0.0.0", "example.org", "::"):
+        with pytest.raises(InvalidArgumentError, match="on this machine alone"):
+            run(sources, host=host)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "say what to look at"),
+        (["a", "--server", "localhost:1"], "say what to look at"),
+        (["nowhere"], "there is no index at nowhere"),
+        (["--server", "localhost:99999999"], "localhost:99999999"),
+    ],
+)
+def test_the_command_refuses(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explore", *words]) == 2
+    assert message in capsys.readouterr().err
