@@ -29,8 +29,6 @@ from playwright.sync_api import Page, expect, sync_playwright  # noqa: E402
 
 DUALFORM = Path(sys.executable).with_name("dualform")
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
-REQUESTS: list[str] = []
-TROUBLE: list[str] = []
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +61,10 @@ def exploring(command: list[object], log: Path) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def page() -> Iterator[Page]:
-    """One page for all tests; what it asks for and complains of is written down."""
+def page(address: str) -> Iterator[Page]:
+    """One page for all tests. Whatever it asked for was on this machine; no script complained."""
+    requests: list[str] = []
+    trouble: list[str] = []
     with sync_playwright() as started:
         browser = started.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         context = browser.new_context(viewport={"width": 1280, "height": 900})
@@ -72,11 +72,15 @@ def page() -> Iterator[Page]:
         made = context.new_page()
         made.set_default_timeout(30_000)
         expect.set_options(timeout=30_000)
-        made.on("request", lambda request: REQUESTS.append(request.url))
-        made.on("websocket", lambda socket: REQUESTS.append(socket.url))
-        made.on("pageerror", lambda error: TROUBLE.append(str(error)))
+        made.on("request", lambda request: requests.append(request.url))
+        made.on("websocket", lambda socket: requests.append(socket.url))
+        made.on("pageerror", lambda error: trouble.append(str(error)))
         yield made
         browser.close()
+    assert len(requests) > 10
+    hosts = {urlsplit(each).netloc for each in requests if not each.startswith("data:")}
+    assert hosts == {urlsplit(address).netloc}
+    assert not trouble
 
 
 def settled(page: Page) -> None:
@@ -105,12 +109,3 @@ def test_pick_an_example_and_see_what_made_its_prediction(
     assert set(shown) == {8}
     expect(page.locator(".groups tbody tr")).to_have_count(13)
     settled(page)
-
-
-def test_nothing_left_this_machine(address: str) -> None:
-    """Last of all: of every request that any test here made."""
-    assert len(REQUESTS) > 10
-    assert {urlsplit(each).netloc for each in REQUESTS if not each.startswith("data:")} == {
-        urlsplit(address).netloc
-    }
-    assert not TROUBLE
