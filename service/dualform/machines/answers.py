@@ -3,92 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from dualform.engine.api.opened import Opened, asked_contribution, query_tensor
-from dualform.engine.api.results import Coverage, Sums, TopGroups, TopK
-from dualform.engine.api.totals import check_groups
-from dualform.engine.errors import DataLossError, EngineError, FailedPreconditionError
+from dualform.engine.api.opened import asked_contribution, last_step, query_tensor
+from dualform.engine.api.results import DualOutput, Sums, TopGroups, TopK
+from dualform.engine.api.totals import check_groups, output_of
 from dualform.engine.groups.best import BestGroups, best_groups
 from dualform.engine.groups.ranked import block_queries
-from dualform.engine.memory.layer import Layer
-from dualform.engine.memory.shards import Stop
+from dualform.engine.totals import outputs
+from dualform.engine.totals.outputs import PreparedOutput
+from dualform.engine.totals.stored_parts import made_of
 from dualform.machines import asked, merging
-from dualform.machines.fleet import Lost
+from dualform.machines.asking import Counts, Spread, in_order
 from dualform.machines.unions import union
 from dualform.questions import (
+    MAX_RESIDUAL,
+    OutputQuestion,
     Question,
     RowsQuestion,
     SumsQuestion,
     TopGroupsQuestion,
     TopKQuestion,
 )
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Who can be asked about a layer.
-
-    Attributes:
-        opened: The index without its rows: states, ledger, what is made of them.
-        layer: The layer, whose rows are elsewhere.
-        ask_all: Asks every machine that has rows of it for a function of `asked`; gives what each
-            found, or Lost.
-        sizes: How many rows each has.
-        stop: True once nobody waits for the answer.
-    """
-
-    opened: Opened
-    layer: Layer
-    ask_all: Callable[..., list[Any]]
-    sizes: Sequence[int]
-    stop: Stop | None
-
-    def ask(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """What all machines found.
-
-        Raises:
-            DataLossError: One's rows are nowhere.
-        """
-        found, _ = self.ask_some(False, function, *arguments)
-        return found
-
-    def ask_some(
-        self, partial: bool, function: Callable[..., Any], *arguments: Any
-    ) -> tuple[list[Any], int]:
-        """What the machines found, of some of them at least, and how many rows are missing.
-
-        Args:
-            partial: Rows may be missing.
-            function, arguments: What is asked.
-
-        Raises:
-            DataLossError: Rows are nowhere, and none may be missing, or all are.
-        """
-        found = self.ask_all(function, *arguments)
-        there = [each for each in found if not isinstance(each, Lost)]
-        for each, rows in zip(found, self.sizes, strict=True):
-            if isinstance(each, Lost) and not (partial and there):
-                raise self._nowhere(each.error, rows)
-        gone = [isinstance(each, Lost) for each in found]
-        return there, sum(rows for rows, lost in zip(self.sizes, gone, strict=True) if lost)
-
-    def coverage(self, parts: Sequence[Coverage], missing: int = 0) -> Coverage:
-        """Of all parts together."""
-        return merging.coverage(parts, self.layer.rows, self.layer.dropped, missing)
-
-    def _nowhere(self, error: EngineError, rows: int) -> EngineError:
-        if not isinstance(error, DataLossError):
-            return error
-        return error.saying(
-            f"{rows:,} of the {self.layer.rows:,} rows of layer {self.layer.name!r} are nowhere: "
-            f"{error}; ask with partial=True for an answer from the other rows (top-k, groups and "
-            "sums), or bring the machine back"
-        )
+from dualform.store.grouping import Grouping
 
 
 def top_k(spread: Spread, question: TopKQuestion) -> TopK:
@@ -145,6 +86,57 @@ def top_groups(spread: Spread, question: TopGroupsQuestion) -> TopGroups:
     )
 
 
+def dual_output(spread: Spread, question: OutputQuestion) -> DualOutput:
+    """The output: what is stored of all rows, here; what has to be added up, by the machines."""
+    layer, opened, where = spread.layer, spread.opened, question.where
+    queries = query_tensor(layer, question.queries)
+    end = last_step(layer, opened.ledger, question.at_step)
+    groups = None
+    if question.group_by is not None:
+        groups = layer.space.grouping(question.group_by).values
+    rows = Counts(spread, where, None if question.at_step is None else end)
+
+    def elsewhere(start: int, grouped: bool) -> np.ndarray:
+        parts = spread.ask(asked.added, question, start, grouped)
+        if groups is None or not grouped:
+            return np.asarray(sum(part.values for part in parts))
+        return _by_groups(groups, parts)
+
+    prepared = PreparedOutput(
+        queries=queries,
+        at_step=question.at_step,
+        end=end,
+        grouping=None if groups is None else Grouping(groups, np.zeros(0, np.int32)),
+        selected=layer.space.everything,
+        filtered=where is not None,
+        parts="what all rows add up to is stored",
+        strategy=question.strategy,
+        max_residual=MAX_RESIDUAL if question.max_residual is None else question.max_residual,
+        explained=opened.ledger.family.explains,
+        elsewhere=elsewhere,
+    )
+    if question.strategy == "parts" or outputs.why_not_rebuilt(layer.manifest, prepared):
+        parts = made_of(layer.manifest, question.at_step, question.group_by, rows.of)
+        prepared = replace(prepared, parts=parts)
+    coverage = rows.coverage()
+    plan = outputs.plan(layer, prepared, coverage.rows)
+    if plan.strategy == "scan" and not opened.ledger.family.scalar:
+        raise in_order(opened, "outputs that are not stored")
+    found = opened.outputs.answer(layer, prepared, spread.stop)
+    counts = None if question.group_by is None else rows.of(question.group_by)[0]
+    return output_of(prepared, found, counts, coverage, plan)
+
+
+def _by_groups(groups: pa.Array, parts: Sequence[asked.Added]) -> np.ndarray:
+    """What the parts' rows add, float64 [n, groups, d_out], by the groups of all."""
+    joined, (places, *numbers) = union([groups, *(part.groups for part in parts)])
+    n, _, d_out = parts[0].values.shape
+    values = np.zeros((n, len(joined), d_out))
+    for place, part in zip(numbers, parts, strict=True):
+        values[:, place] += part.values
+    return values[:, places]
+
+
 def _block(question: TopGroupsQuestion, queries: slice) -> TopGroupsQuestion:
     direction = question.direction
     return replace(
@@ -167,19 +159,10 @@ def _check_contribution(spread: Spread, question: TopKQuestion | TopGroupsQuesti
         raise in_order(spread.opened, "contributions")
 
 
-def in_order(opened: Opened, what: str) -> EngineError:
-    """The refusal of what a machine cannot compute of its own rows."""
-    return FailedPreconditionError(
-        f"{what} under {opened.ledger.family.name} follow every row in the order of training, and "
-        "the rows are on several machines; ask for weights (top-k, groups, sums), or serve the "
-        "index without --ray on a machine that has all of it",
-        reason="NOT_DISTRIBUTED",
-    )
-
-
 ANSWERS: dict[type[Question], Callable[[Spread, Any], Any]] = {
     TopKQuestion: top_k,
     SumsQuestion: sums,
     TopGroupsQuestion: top_groups,
+    OutputQuestion: dual_output,
 }
 """How each kind of question about rows is answered."""

@@ -11,7 +11,9 @@ import pyarrow as pa
 
 from dualform.engine.api.opened import last_step, query_tensor
 from dualform.engine.api.results import Coverage, Sums, TopK
+from dualform.engine.api.several import prepare_layer
 from dualform.engine.api.totals import all_groups
+from dualform.engine.groups.attributed import layer_sums
 from dualform.engine.memory.exact import ExactWeights
 from dualform.engine.messages import needs
 from dualform.engine.totals.coefficients import layer_coefficients
@@ -20,6 +22,7 @@ from dualform.engine.totals.streams import chunk_weights, in_row_order
 from dualform.machines.machine import Here
 from dualform.machines.unions import union
 from dualform.questions import (
+    AttributeQuestion,
     OutputQuestion,
     StreamWeightsQuestion,
     SumsQuestion,
@@ -90,6 +93,18 @@ def sums_of_groups(here: Here, question: TopGroupsQuestion) -> Sums:
         return all_groups(opened, layer, question, here.stop)
 
 
+def attributed_sums(here: Here, question: AttributeQuestion) -> tuple[pa.Array, np.ndarray]:
+    """What the rows of each group added to the inputs' targets through the question's only layer:
+    the groups, and float64 [inputs, groups]; of SGD's family."""
+    here.take(needs.of_attribute(here.index, question))
+    (asked,) = question.layers
+    layer = here.index.layer(asked.layer)
+    with here.index.using(layer) as opened:
+        grouping = layer.space.grouping(question.by, "by")
+        one = prepare_layer(opened, layer, asked, grouping, question, here.stop)
+        return grouping.values, layer_sums(one, 0, question.inputs, opened.device, here.stop)
+
+
 @dataclass(frozen=True)
 class Counted:
     """Rows of a part, counted.
@@ -132,7 +147,7 @@ class Added:
     values: np.ndarray
 
 
-def added(here: Here, question: OutputQuestion, start: int, *, grouped: bool) -> Added:
+def added(here: Here, question: OutputQuestion, start: int, grouped: bool) -> Added:
     """What the rows that take part add to the output, from a step on; of SGD's family.
 
     Args:

@@ -12,6 +12,7 @@ import torch
 from dualform.engine.api.index import Index, answer
 from dualform.engine.api.opened import Opened, query_tensor
 from dualform.engine.api.results import (
+    Attribution,
     DualOutput,
     Explanation,
     Sums,
@@ -24,12 +25,15 @@ from dualform.engine.memory.shards import Stop
 from dualform.engine.messages.versions import Version
 from dualform.engine.totals.streams import CHUNK_BYTES, chunk_rows
 from dualform.machines import asked
-from dualform.machines.answers import ANSWERS, Spread
+from dualform.machines.answers import ANSWERS
+from dualform.machines.asking import Spread
+from dualform.machines.attributing import attribute
 from dualform.machines.fleet import Fleet, Lost
 from dualform.machines.parts import Part, split
 from dualform.machines.rows import FarRows
 from dualform.machines.unions import union
 from dualform.questions import (
+    AttributeQuestion,
     ExplainQuestion,
     OutputQuestion,
     RowsQuestion,
@@ -106,7 +110,7 @@ class SpreadIndex(Index):
             found = ANSWERS.get(type(question))
             if found is None:
                 raise _refused(f"a {type(question).__name__}")
-            return found(self._spread(layer, question, stop), question)
+            return found(self._spread(layer, stop), question)
 
     def explain_layers(
         self, question: ExplainQuestion, stop: Stop | None = None
@@ -129,6 +133,12 @@ class SpreadIndex(Index):
                 rows = TopKQuestion(name, queries, k=question.k, order=question.order, where=where)
                 best = self.ask(rows, stop)
             yield Explanation(best, total, output)
+
+    def attribute(self, question: AttributeQuestion, stop: Stop | None = None) -> Attribution:
+        """The groups that did most to a model's outputs, over several layers."""
+        spreads = [self._spread(self.layer(each.layer), stop) for each in question.layers]
+        with self._guarded():
+            return attribute(spreads, question)
 
     def chunks(
         self,
@@ -188,7 +198,7 @@ class SpreadIndex(Index):
         """Those with rows of the layer."""
         return [home for home in self._parts if home[1].shards[layer.row_space]]
 
-    def _spread(self, layer: Layer, question: RowsQuestion, stop: Stop | None) -> Spread:
+    def _spread(self, layer: Layer, stop: Stop | None) -> Spread:
         homes, spaces = self._of(layer), self._published.spaces
         shards = spaces[layer.row_space].shards
 

@@ -50,8 +50,9 @@ from dualform.store.grouping import Grouping
 
 
 @dataclass(frozen=True)
-class _Beside:
-    """Of one layer, along the target's gradient: float64 [n] all, as in `Attribution`."""
+class Beside:
+    """What there is beside a layer's rows, along the target's gradient: float64 [n] all, as in
+    `Attribution`."""
 
     initial: np.ndarray
     residual: np.ndarray
@@ -73,28 +74,42 @@ def attribute(
         stop: Asked between tiles.
     """
     asked = [layers[each.layer] for each in question.layers]
-    groupings = _groupings(asked, question.by)
+    groupings = groupings_of(asked, question.by)
     prepared, beside = [], []
     for layer, each, grouping in zip(asked, question.layers, groupings, strict=True):
         with layer_named(layer.name):
-            pairs = _pairs(layer, each, question.inputs)
-            end = last_step(layer, opened.ledger, None)
-            beside.append(_beside(opened, layer, pairs, end, question, stop))
-            coefficients = None
-            if opened.ledger.family.scalar:
-                coefficients = layer_coefficients(opened.ledger, layer.manifest, end)
-            selected = layer.space.select(question.where, None, stop)
-            find = opened.metric_finder(layer, end, stop)
-            prepared.append(PreparedLayer(layer, pairs, grouping, selected, coefficients, find))
+            one = prepare_layer(opened, layer, each, grouping, question, stop)
+            beside.append(beside_of(opened, layer, one.pairs, question, stop))
+            prepared.append(one)
     groups = len(groupings[0].values)
     counts = np.zeros(groups, np.int64)
     for one in prepared:
         counts += np.bincount(one.grouping.codes[one.selected], minlength=groups)
     found = attributed(prepared, counts, question.k, question.order, opened.device, stop)
-    return _result(prepared, beside, counts, found)
+    coverage = [Coverage.of(one.layer, one.selected) for one in prepared]
+    return attribution_of(groupings[0].values, beside, counts, coverage, found)
 
 
-def _groupings(layers: Sequence[Layer], by: str) -> list[Grouping]:
+def prepare_layer(
+    opened: Opened,
+    layer: Layer,
+    asked: AttributedLayer,
+    grouping: Grouping,
+    question: AttributeQuestion,
+    stop: Stop | None,
+) -> PreparedLayer:
+    """One of the question's layers, its filter looked up."""
+    pairs = pairs_of(layer, asked, question.inputs)
+    end = last_step(layer, opened.ledger, None)
+    coefficients = None
+    if opened.ledger.family.scalar:
+        coefficients = layer_coefficients(opened.ledger, layer.manifest, end)
+    selected = layer.space.select(question.where, None, stop)
+    find = opened.metric_finder(layer, end, stop)
+    return PreparedLayer(layer, pairs, grouping, selected, coefficients, find)
+
+
+def groupings_of(layers: Sequence[Layer], by: str) -> list[Grouping]:
     """The column's groups, the same in all layers."""
     found = []
     for layer in layers:
@@ -117,7 +132,8 @@ def _groupings(layers: Sequence[Layer], by: str) -> list[Grouping]:
         ) from None
 
 
-def _pairs(layer: Layer, asked: AttributedLayer, count: int) -> Pairs:
+def pairs_of(layer: Layer, asked: AttributedLayer, count: int) -> Pairs:
+    """What each of so many inputs asks of a layer, once the layer takes such."""
     queries = query_tensor(layer, asked.queries)
     check_target(layer, None, asked.direction)
     directions = torch.from_numpy(np.array(asked.direction, np.float32, order="C"))
@@ -125,20 +141,19 @@ def _pairs(layer: Layer, asked: AttributedLayer, count: int) -> Pairs:
     return Pairs(count, queries, directions, inputs)
 
 
-def _beside(
+def beside_of(
     opened: Opened,
     layer: Layer,
     pairs: Pairs,
-    end: int,
     question: AttributeQuestion,
     stop: Stop | None,
-) -> _Beside:
+) -> Beside:
     """What is there beside rows, once rows explain enough of the layer's outputs."""
     most = MAX_RESIDUAL if question.max_residual is None else question.max_residual
     whole = PreparedOutput(
         queries=pairs.queries,
         at_step=None,
-        end=end,
+        end=last_step(layer, opened.ledger, None),
         grouping=None,
         selected=layer.space.everything,
         filtered=False,
@@ -154,16 +169,17 @@ def _beside(
             return np.full(pairs.count, np.nan)
         return pairs.fold(torch.from_numpy((outputs * g).sum(axis=1))).numpy()
 
-    return _Beside(along(found.initial), along(found.residual), along(found.trained))
+    return Beside(along(found.initial), along(found.residual), along(found.trained))
 
 
-def _result(
-    prepared: Sequence[PreparedLayer],
-    beside: Sequence[_Beside],
+def attribution_of(
+    values: pa.Array,
+    beside: Sequence[Beside],
     counts: np.ndarray,
+    coverage: Sequence[Coverage],
     found: Attributed,
 ) -> Attribution:
-    values = prepared[0].grouping.values
+    """The answer, of its parts: the groups' values, and how many rows each has."""
     groups, scores, of_groups, by_layer = values, found.by_layer[:, :, 0], counts, None
     if found.best is not None:
         codes = found.best.codes.reshape(-1)
@@ -179,7 +195,7 @@ def _result(
         rows=found.rows,
         residual=np.stack([one.residual for one in beside], axis=1),
         outputs=np.stack([one.outputs for one in beside], axis=1),
-        coverage=[Coverage.of(one.layer, one.selected) for one in prepared],
+        coverage=coverage,
     )
 
 

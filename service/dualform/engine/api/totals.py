@@ -186,14 +186,27 @@ def output_result(
     plan: Plan,
 ) -> DualOutput:
     """The answer, of its parts."""
-    grouping, column = prepared.grouping, question.group_by
+    column = question.group_by
+    counts = None if column is None else layer.space.count(column, prepared.selected)
+    return output_of(prepared, found, counts, Coverage.of(layer, prepared.selected), plan)
+
+
+def output_of(
+    prepared: PreparedOutput,
+    found: outputs.Parts,
+    counts: np.ndarray | None,
+    coverage: Coverage,
+    plan: Plan,
+) -> DualOutput:
+    """Likewise, of rows that are counted, int64 [groups]; None without groups."""
+    grouping = prepared.grouping
     return DualOutput(
         values=found.values.astype(np.float32),
         initial=found.initial.astype(np.float32),
         trained=None if found.trained is None else found.trained.astype(np.float32),
         residual=None if found.residual is None else found.residual.astype(np.float32),
         groups=None if grouping is None else grouping.values,
-        counts=None if column is None else layer.space.count(column, prepared.selected),
-        coverage=Coverage.of(layer, prepared.selected),
+        counts=counts,
+        coverage=coverage,
         plan=plan,
     )

@@ -6,7 +6,7 @@ of inputs at a time, and the best kept.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -152,16 +152,39 @@ def attributed(
     Raises:
         ResourceExhaustedError: It would take too long where rows have no coefficients.
     """
-    count = layers[0].pairs.count
     for asked in layers:
         if asked.coefficients is None:
             rows = int(np.count_nonzero(asked.selected))
             check_cost(asked.layer, rows, asked.pairs.directions)
-    best, by_layer, rows_of = [], [], []
+
+    def sums(first: int, last: int) -> np.ndarray:
+        return np.stack([layer_sums(asked, first, last, device, stop) for asked in layers], axis=2)
+
     size = block_inputs(len(counts), len(layers))
+    return best_attributed(sums, layers[0].pairs.count, size, counts, k, order)
+
+
+def best_attributed(
+    sums_of: Callable[[int, int], np.ndarray],
+    count: int,
+    size: int,
+    counts: np.ndarray,
+    k: int | None,
+    order: str,
+) -> Attributed:
+    """The best groups, or all, for some inputs at a time.
+
+    Args:
+        sums_of: Gives all groups' sums for the inputs from first to last: float64 [n, groups,
+            layers].
+        count: How many inputs there are.
+        size: For how many sums are held at a time.
+        counts, k, order: As for `attributed`.
+    """
+    best, by_layer, rows_of = [], [], []
     for first in range(0, count, size):
         last = min(first + size, count)
-        sums = np.stack([_sums(asked, first, last, device, stop) for asked in layers], axis=2)
+        sums = sums_of(first, last)
         rows_of.append(sums.sum(axis=1))
         whole = sums.sum(axis=2)
         if k is None:
@@ -175,7 +198,7 @@ def attributed(
     return Attributed(joined, np.concatenate(by_layer), np.concatenate(rows_of))
 
 
-def _sums(
+def layer_sums(
     asked: PreparedLayer, first: int, last: int, device: torch.device, stop: Stop | None
 ) -> np.ndarray:
     """Of one layer and the inputs from first to last, float64 [n, groups]."""

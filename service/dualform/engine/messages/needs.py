@@ -90,6 +90,9 @@ def of_attribute(index: Index, question: AttributeQuestion) -> int:
     """For an AttributeQuestion: its layers are answered in turn, their sums kept."""
     n, layers = question.inputs, len(question.layers)
     most = kept = 0
+    if index.machines:
+        groups = max(index.group_count(each.layer, question.by, "by") for each in question.layers)
+        return _CALL + _merging_attributed(index, question, groups)
     spaces = {index.layer(each.layer).row_space: each.layer for each in question.layers}
     groups = sum(index.group_count(name, question.by, "by") for name in spaces.values())
     for each in question.layers:
@@ -176,6 +179,20 @@ def _merging(index: Index, layer: Layer, question: RowsQuestion) -> int:
         return size + (2 * 8 * n + 64) * groups * answers
     outputs = 2 * 8 * n * layer.d_out * (groups + 1) * answers
     return size + outputs + 24 * layer.d_in * layer.d_out + 64 * groups * answers
+
+
+def _merging_attributed(index: Index, question: AttributeQuestion, groups: int) -> int:
+    """Likewise of an AttributeQuestion, of a layer at a time."""
+    n, answers = question.inputs, index.machines + len(question.layers) + 1
+    block = min(n, attributed.block_inputs(groups, answers))
+    size = 2 * 8 * block * groups * answers + 60 * groups * answers
+    for each in question.layers:
+        layer, m = index.layer(each.layer), len(each.queries)
+        size += _QUERY * 4 * m * (layer.d_in + layer.d_out) + 100 * m * layer.d_out
+        size += 24 * layer.d_in * layer.d_out
+    if question.k is None:
+        return size + 4 * 8 * n * groups
+    return size + 4 * n * question.k * (8 * len(question.layers) + 40)
 
 
 def _asked_one_by_one(

@@ -11,7 +11,7 @@ initial part is the initial weight, and what it moved by since the remainder. Al
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -59,6 +59,9 @@ class PreparedOutput:
         strategy: How; "auto" takes the first that applies.
         max_residual: Of an output, how much no row may explain for it to be given.
         explained: What rows moved weights by is known; not under an optimizer of no family.
+        elsewhere: Adds up rows that are not here: given the step from which on they count, and
+            whether the groups are kept apart, what they add, float64 [n, groups, d_out]. None where
+            the layer has them.
     """
 
     queries: torch.Tensor
@@ -71,6 +74,7 @@ class PreparedOutput:
     strategy: str
     max_residual: float = MAX_RESIDUAL
     explained: bool = True
+    elsewhere: Callable[[int, bool], np.ndarray] | None = None
 
 
 @dataclass(frozen=True)
@@ -366,6 +370,8 @@ class DualOutputs:
         stop: Stop | None,
         also: Sequence[Reducer] = (),
     ) -> np.ndarray:
+        if question.elsewhere is not None:
+            return question.elsewhere(coefficients.start, grouping is not None)
         return rows_part(
             layer, question.queries, coefficients, grouping, selected, self._device, stop, also
         )

@@ -7,6 +7,7 @@ groups of one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,9 +50,33 @@ def whole_groups(
         column: What the output is grouped by; None for no groups.
         selected: bool [total], by position.
     """
+
+    def counts(of: str) -> tuple[np.ndarray, np.ndarray] | None:
+        grouping = layer.space.grouping(of)
+        if _is_split(grouping, selected):
+            return None
+        return layer.space.count(of, selected), grouping.counts
+
+    return made_of(layer.manifest, at_step, column, counts)
+
+
+def made_of(
+    layer: IndexLayer,
+    at_step: int | None,
+    column: str | None,
+    counts: Callable[[str], tuple[np.ndarray, np.ndarray] | None],
+) -> WholeGroups | str:
+    """Likewise of rows that are counted, wherever they are.
+
+    Args:
+        layer: Whose rows.
+        at_step, column: As for `whole_groups`.
+        counts: Gives how many rows of each value of a column are selected, and how many there are,
+            int64 [groups] both; None where a value's rows are selected in part.
+    """
     if at_step is not None:
         return "they are the trained layer's, not those at a step"
-    stored = layer.manifest.parts
+    stored = layer.parts
     if column is not None:
         stored = tuple(parts for parts in stored if parts.column == column)
     if not stored:
@@ -59,12 +84,9 @@ def whole_groups(
         return f"the index has no parts of layer {layer.name!r}{by}: build it with --parts"
     found = []
     for parts in stored:
-        grouping = layer.space.grouping(parts.column)
-        if _is_split(grouping, selected):
-            continue
-        counts = layer.space.count(parts.column, selected)
-        if _is_whole(counts, grouping.counts):
-            found.append(WholeGroups(parts, counts > 0))
+        counted = counts(parts.column)
+        if counted is not None and _is_whole(*counted):
+            found.append(WholeGroups(parts, counted[0] > 0))
     if not found:
         names = ", ".join(parts.column for parts in stored)
         return f"the filter takes more or less than whole groups of {names}"
