@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 from torch import nn
@@ -385,3 +386,50 @@ def test_an_input_that_no_request_holds(trained: Trained) -> None:
     ):
         remote.attribute(trained.model, trained.inputs[:2], k=20_000)
     assert caught.value.field == "k"
+
+
+@pytest.mark.parametrize("kind", [None, ".npy", ".parquet"])
+def test_scores_of_every_group(
+    trained: Trained, client: Client, tmp_path: Path, kind: str | None
+) -> None:
+    """In parts of three inputs, as every group's sum in float64."""
+    x = trained.inputs[:7]
+    terms = trained.contributions(x, lambda logits: logits[:, 2]).sum(2)
+    present = np.unique(trained.ids)
+    out = None if kind is None else tmp_path / f"scores{kind}"
+    with (
+        serving({"mlp": trained.path}, limits=ServerLimits(max_queries=3)) as address,
+        Client(address) as remote,
+    ):
+        found = remote.scores(trained.model, x, target=2, out=out)
+    assert found.groups == present.tolist()
+    np.testing.assert_array_equal(found.counts, len(LAYERS) * np.bincount(trained.ids)[present])
+    best = client.attribute(trained.model, x, target=2, k=1)
+    np.testing.assert_allclose(found.rows, best.rows, atol=1e-6)
+    np.testing.assert_array_equal(found.targets, best.targets)
+    if kind == ".parquet":
+        table = pq.read_table(out).to_pandas()
+        assert table["query"].tolist() == np.repeat(np.arange(7), len(present)).tolist()
+        assert table["group"].tolist() == present.tolist() * 7
+        values = table["score"].to_numpy().reshape(7, -1)
+        assert found.values is None
+    else:
+        values = np.load(out) if out is not None else found.to_pandas().to_numpy()
+        assert found.values is not None
+        np.testing.assert_array_equal(found.values, values)
+    np.testing.assert_allclose(values, terms[:, present], rtol=0, atol=2e-5 * np.abs(terms).max())
+    assert found.path == out
+    assert {path.name for path in tmp_path.iterdir()} == (set() if out is None else {out.name})
+
+
+def test_scores_that_break_off_leave_no_file(
+    trained: Trained, client: Client, tmp_path: Path
+) -> None:
+    ask: dict[str, Any] = {"target": 1, "out": tmp_path / "scores.npy"}
+    with pytest.raises(InvalidArgumentError):
+        client.scores(trained.model, trained.inputs[:2], by="lable", **ask)
+    assert not list(tmp_path.iterdir())
+    for out in ("scores.csv", tmp_path / "nowhere" / "scores.npy", 7):
+        with pytest.raises(InvalidArgumentError) as caught:
+            client.scores(trained.model, trained.inputs[:2], out=out)  # type: ignore[arg-type]
+        assert caught.value.field == "out"

@@ -67,6 +67,7 @@ def test_every_question_takes_index_and_timeout() -> None:
         "top_k",
         "top_groups",
         "attribute",
+        "scores",
         "sums",
         "profile",
         "dual_output",

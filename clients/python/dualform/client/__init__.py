@@ -34,6 +34,7 @@ from dualform.client._results import (
     WeightsChunk,
 )
 from dualform.client._retry import Retry
+from dualform.client._scores import ScoresResult
 from dualform.client._sync import Client
 from dualform.client.errors import (
     CallError,
@@ -80,6 +81,7 @@ __all__ = [
     "ResourceExhaustedError",
     "Retry",
     "Sampling",
+    "ScoresResult",
     "ServerLimits",
     "SumsResult",
     "TopGroupsResult",

@@ -85,6 +85,7 @@ class AsyncClient(AsyncDriver):
     top_k = awaited(Client.top_k)
     top_groups = awaited(Client.top_groups)
     attribute = awaited(Client.attribute)
+    scores = awaited(Client.scores)
     sums = awaited(Client.sums)
     profile = awaited(Client.profile)
     dual_output = awaited(Client.dual_output)

@@ -3,9 +3,10 @@ transport (`_asking`)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from dualform.client._attribution import AttributionResult, attribution_of, join
 from dualform.client._info import IndexInfo, ServerLimits
 from dualform.client._model_layers import check_exact, chosen_layers, probe_of
 from dualform.client._retry import Deadline
+from dualform.client._scores import Collector, ScoresResult
 from dualform.client._targets import Target, target_of
 from dualform.client.errors import (
     FailedPreconditionError,
@@ -64,7 +66,25 @@ class Attributing:
         """See Client.attribute."""
         deadline = asking.deadline(timeout)
         found = yield from self._run(asking, deadline)
-        return join_attributions((yield from self._parts(asking, deadline, found)))
+        parts: list[AttributionResult] = []
+        yield from self._ask(
+            asking, deadline, found, lambda *part: parts.append(attribution_of(*part))
+        )
+        return join_attributions(parts)
+
+    def scores(
+        self, asking: Asking, timeout: float | None, path: Path | None
+    ) -> Steps[ScoresResult]:
+        """See Client.scores."""
+        deadline = asking.deadline(timeout)
+        found = yield from self._run(asking, deadline)
+        collector = Collector(path, len(found.targets))
+        try:
+            yield from self._ask(asking, deadline, found, collector.take)
+            return collector.result()
+        except BaseException:
+            collector.give_up()
+            raise
 
     def _run(self, asking: Asking, deadline: Deadline) -> Steps[Gradients]:
         """Run the model, once it is the one that was recorded."""
@@ -107,16 +127,15 @@ class Attributing:
                     field="model",
                 )
 
-    def _parts(
-        self, asking: Asking, deadline: Deadline, found: Gradients
-    ) -> Steps[list[AttributionResult]]:
-        """Ask, in as many parts as the server's limits need."""
+    def _ask(
+        self, asking: Asking, deadline: Deadline, found: Gradients, take: Callable[..., None]
+    ) -> Steps[None]:
+        """Ask, in as many parts as the server's limits need; each is taken as it comes."""
         limits = yield from asking.known_limits(deadline)
         names = [layer.layer for layer in found.layers]
         n = len(found.targets)
         whole = AttributeQuestion(layers=found.layers, inputs=n, **self.asked)
         sizes = _bytes_of_inputs(found.layers, n)
-        parts: list[AttributionResult] = []
         start, most = 0, n
         while start < n:
             count = min(most, _fitting(sizes[start:], whole, limits))
@@ -131,11 +150,8 @@ class Attributing:
             except InvalidArgumentError as error:
                 raise located(error, self.where) from None
             inside = slice(start, start + count)
-            parts.append(
-                attribution_of(response, names, found.targets[inside], found.unrecorded[inside])
-            )
+            take(response, names, found.targets[inside], found.unrecorded[inside])
             start += count
-        return parts
 
 
 def check_model(model: object) -> None:

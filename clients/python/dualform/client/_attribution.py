@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -87,8 +87,8 @@ class AttributionResult(Beside):
         return pandas.DataFrame(table)
 
 
-_ALL = ("targets", "initial", "rows", "residual", "outputs", "unrecorded")
-_BY_INPUT = ("groups", "scores", "counts", "by_layer", *_ALL)
+_BY_INPUT = ("targets", "initial", "rows", "residual", "outputs", "unrecorded")
+Part = TypeVar("Part", bound=Beside)
 
 
 def attribution_of(
@@ -102,7 +102,7 @@ def attribution_of(
     if scores.ndim != 2 or by_layer.shape != (*scores.shape, len(layers)):
         raise InternalError(f"scores have shape {scores.shape}, by layer {by_layer.shape}")
     return AttributionResult(
-        **_beside(message, layers, targets, unrecorded),
+        **beside_of(message, layers, targets, unrecorded),
         groups=column_of(message.groups, scores.shape),
         scores=scores,
         counts=array_of(message.counts),
@@ -110,12 +110,13 @@ def attribution_of(
     )
 
 
-def _beside(
+def beside_of(
     message: pb.AttributeResponse,
     layers: Sequence[str],
     targets: npt.NDArray[np.float64],
     unrecorded: npt.NDArray[np.float64],
 ) -> dict[str, Any]:
+    """The fields of `Beside`: from the wire, with what the model said."""
     coverage = [coverage_of(each) for each in message.coverage]
     return {
         "layers": tuple(layers),
@@ -132,14 +133,16 @@ def _beside(
 
 def join_attributions(parts: Sequence[AttributionResult]) -> AttributionResult:
     """The answer to all inputs from the answers to some of them, in order."""
-    first = parts[0]
-    if len(parts) == 1:
-        return first
+    names = ("groups", "scores", "counts", "by_layer")
+    joined = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
+    return join_beside(parts, **joined)
+
+
+def join_beside(parts: Sequence[Part], **others: Any) -> Part:
+    """Likewise of any parts, with what their own fields become."""
     check_same_index(parts)
-    joined: dict[str, Any] = {
-        name: np.concatenate([getattr(part, name) for part in parts]) for name in _BY_INPUT
-    }
-    return replace(first, **joined)
+    joined = {name: np.concatenate([getattr(part, name) for part in parts]) for name in _BY_INPUT}
+    return replace(parts[0], **{**joined, **others})
 
 
 def check_same_index(parts: Sequence[Beside]) -> None:

@@ -31,6 +31,7 @@ from dualform.client._results import (
     weights_of,
 )
 from dualform.client._retry import DEFAULT_RETRY, Retry
+from dualform.client._scores import ScoresResult, path_of
 from dualform.client._targets import Target
 from dualform.client._transport import GrpcTransport
 from dualform.questions import (
@@ -362,6 +363,63 @@ class Client(Driver):
             model, inputs, target, labels, token, layers, check_model, asked, where
         )
         return self._run(question.attribute(self._asking, timeout))
+
+    def scores(
+        self,
+        model: torch.nn.Module,
+        inputs: Any,
+        *,
+        target: Target = "margin",
+        labels: object = None,
+        token: object = None,
+        by: str = "example",
+        layers: str | Sequence[str] | None = None,
+        where: str | Filter | None = None,
+        max_residual: float | None = None,
+        check_model: bool = True,
+        out: str | Path | None = None,
+        index: str | None = None,
+        timeout: float | None = None,
+    ) -> ScoresResult:
+        """What every training example, or other group, did to what a model says of inputs.
+
+        The scores of `attribute`, of all groups.
+
+        Args:
+            model: As for `attribute`, likewise all arguments that are not told here.
+            inputs: Of any number: the answer comes in as many parts as the server's limits need.
+            target: As for `attribute`.
+            labels: As for `attribute`.
+            token: As for `attribute`.
+            by: As for `attribute`.
+            layers: As for `attribute`.
+            where: As for `attribute`.
+            max_residual: As for `attribute`.
+            check_model: As for `attribute`.
+            out: A file that the parts go to as they come, so that memory holds one of them: .npy, a
+                float64 array [n, groups]; or .parquet, a line for each input (`query`) and `group`
+                with its `score`. None keeps all in memory.
+            index: Its name; None where one is served.
+            timeout: Seconds, the model's own included.
+
+        Returns:
+            float64 [n, groups], with the groups and their rows, and what is there beside rows.
+
+        Raises:
+            InvalidArgumentError, FailedPreconditionError, NotFoundError, ResourceExhaustedError: As
+                for `attribute`; a file that is neither, or whose folder is not there.
+        """
+        asked = {
+            "by": by,
+            "k": None,
+            "where": filter_of(where),
+            "max_residual": max_residual,
+            "index": index,
+        }
+        question = Attributing(
+            model, inputs, target, labels, token, layers, check_model, asked, where
+        )
+        return self._run(question.scores(self._asking, timeout, path_of(out)))
 
     def sums(
         self,
