@@ -13,8 +13,8 @@ from dualform.engine.memory.layer import Layer
 from dualform.engine.memory.residency import resident
 
 # Seconds per byte of keys: read once, for each of the first eight queries, for each further one.
-_SCAN = (0.086e-9, 0.014e-9, 0.004e-9)
-_FLAT = (0.062e-9, 0.009e-9, 0.002e-9)
+_SCAN = (0.086e-9, 0.014e-9, 0.006e-9)
+_FLAT = (0.062e-9, 0.009e-9, 0.004e-9)
 # Rows that sketches leave lie apart: each costs more than in a scan.
 _SCATTERED = 1.6
 # Seconds per row that sketches leave and query: its score is compared with what is known so far.
@@ -25,7 +25,7 @@ _SKETCH = (1.3e-8, 1.2e-9)
 _SCATTERED_SKETCH = 1e-7
 # Seconds per row to return: kept as a candidate and scored exactly; by FAISS's heaps, per shard.
 _CANDIDATE = 4e-6
-_FLAT_HIT = 6e-7
+_FLAT_HIT = 9e-7
 # Seconds per row to be counted with the rows of the same key; to be returned with them.
 _COUNTED = 2e-8
 _BROUGHT = 2e-7
