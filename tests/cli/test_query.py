@@ -237,7 +237,7 @@ def test_query_files_that_can_not_be_asked(server: str, tmp_path: Path) -> None:
     [
         (["-k", "0"], "at least 1"),
         (["-k", "1000000000"], "16,384"),
-        (["--where", "label = "], "position 7"),
+        (["--where", "label = "], "position 9"),
         (["--where", "nope = 1"], "position 1: unknown column 'nope'"),
         (["--group-by", "nope"], "nope"),
         (["--index", "nope"], "nope"),

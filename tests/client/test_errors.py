@@ -84,7 +84,7 @@ REFUSALS: list[tuple[str, tuple[Any, ...], dict[str, Any], type[DualformError], 
     ("top_k", ("fc", ONE), {"group_by": "nope"}, InvalidArgumentError, "group_by", "label"),
     ("top_k", ("fc", ONE), {"group_by": 3}, InvalidArgumentError, "group_by", "a str"),
     ("top_k", ("fc", ONE), {"where": 3}, InvalidArgumentError, "where", "a str"),
-    ("top_k", ("fc", ONE), {"where": "label = "}, InvalidArgumentError, "where", "position 7"),
+    ("top_k", ("fc", ONE), {"where": "label = "}, InvalidArgumentError, "where", "position 9"),
     (
         "top_k",
         ("fc", ONE),
