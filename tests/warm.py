@@ -1,69 +1,166 @@
-"""`dualform` as a process of its own that need not import anything: a fork of one that has.
+"""Processes of their own that need not import anything: forks of one that has.
 
-Importing torch, FAISS, Arrow and gRPC takes seconds, the command often a hundredth of that. A process
-imports them once; each command is a fork of it, with arguments, folder and standard streams of its
-own. It ends, prints and fails as a fresh one does. What tests imports, signals, closed streams or
-the environment starts a process of its own.
+Importing torch, FAISS, Arrow and gRPC takes seconds, what a test wants of a process often a
+hundredth of that. One process imports them; each that is asked for is a fork of it, with arguments,
+folder and standard streams of its own, and one thread for torch. It prints, ends and is killed as a
+fresh one. What tests imports, closed streams or an environment, or measures memory, starts a fresh
+one by `subprocess`.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from types import TracebackType
+from typing import IO
 
 SECONDS = 120
+_LIVES_ON = {"PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER"}
 
 
-class Warm:
-    """The process that has imported everything, and a way to ask it."""
+class Process:
+    """One that has been started; the part of `subprocess.Popen` that tests use.
+
+    Attributes:
+        pid: Its number.
+        stdout: What it prints, as text.
+        returncode: None until it has been waited for.
+    """
+
+    def __init__(self, origin: Origin, task: Sequence[str]) -> None:
+        reading, writing = os.pipe()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the rest)
+        self._end, theirs = socket.socketpair()
+        self._end.settimeout(SECONDS)
+        self.returncode: int | None = None
+        with theirs:
+            origin.ask(task, [writing, self._errors.fileno(), theirs.fileno()])
+        os.close(writing)
+        self.stdout: IO[str] = open(reading, encoding="utf-8")  # noqa: SIM115 (so it is)
+        self.pid = _number(self._end)
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self._end.setblocking(False)
+            try:
+                self.returncode = _number(self._end)
+            except BlockingIOError:
+                return None
+            finally:
+                self._end.settimeout(SECONDS)
+        return self.returncode
+
+    def wait(self, timeout: float = SECONDS) -> int:
+        if self.returncode is None:
+            self._end.settimeout(timeout)
+            try:
+                self.returncode = _number(self._end)
+            except TimeoutError:
+                raise subprocess.TimeoutExpired("a fork", timeout) from None
+        return self.returncode
+
+    def communicate(self, timeout: float = SECONDS) -> tuple[str, str]:
+        """What is left of its output, and its errors, once it has ended."""
+        out = self.stdout.read()
+        self.wait(timeout)
+        self._errors.seek(0)
+        errors = self._errors.read().decode()
+        self.close()
+        return out, errors
+
+    def close(self) -> None:
+        self.stdout.close()
+        self._errors.close()
+        self._end.close()
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.kill()
+        self.wait()
+        self.close()
+
+
+class Origin:
+    """The process that has imported everything."""
 
     def __init__(self) -> None:
-        self._environment = _environment()
-        ours, theirs = socket.socketpair()
+        self.environment = _environment()
+        self._socket, theirs = socket.socketpair()
         with theirs:
             # Warnings at import are errors, as they are in a fresh process that runs the command.
             self._process = subprocess.Popen(
                 [sys.executable, "-W", "error::DeprecationWarning", __file__, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
             )
-        self._socket = ours
-        ours.settimeout(SECONDS)
         atexit.register(self.close)
 
     def close(self) -> None:
-        """Ends it."""
         self._socket.close()
         self._process.wait(10)
 
-    def fits(self) -> bool:
-        """Whether the environment is still what it was when the process began."""
-        return self._environment == _environment()
+    def ask(self, task: Sequence[str], streams: list[int]) -> None:
+        """For a fork with these as standard output, standard error, and where its end is told."""
+        data = json.dumps([os.getcwd(), *task]).encode()
+        socket.send_fds(self._socket, [len(data).to_bytes(4, "big")], streams)
+        self._socket.sendall(data)
 
-    def run(self, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
-        """Runs `dualform` with these arguments to its end."""
-        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-            asked = json.dumps([os.getcwd(), *arguments]).encode()
-            streams = [out.fileno(), err.fileno()]
-            socket.send_fds(self._socket, [len(asked).to_bytes(4, "big")], streams)
-            self._socket.sendall(asked)
-            status = int.from_bytes(_exactly(self._socket, 4), "big", signed=True)
-            texts = []
-            for stream in (out, err):
-                stream.seek(0)
-                texts.append(stream.read().decode())
-        return subprocess.CompletedProcess(["dualform", *arguments], status, *texts)
+
+@lru_cache(maxsize=1)
+def _origin() -> Origin:
+    return Origin()
+
+
+def fits() -> bool:
+    """Whether the environment is still what it was when the process began."""
+    return _origin().environment == _environment()
+
+
+def start(task: str, *arguments: object) -> Process:
+    """Starts `dualform` (task "dualform") or a program (its text) with these arguments."""
+    assert fits(), "the environment has changed: start a fresh process"
+    return Process(_origin(), [task, *map(str, arguments)])
+
+
+def run(task: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """As `start`, to its end."""
+    process = start(task, *arguments)
+    out, errors = process.communicate()
+    assert process.returncode is not None
+    return subprocess.CompletedProcess([*map(str, arguments)], process.returncode, out, errors)
 
 
 def _environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    return {name: value for name, value in os.environ.items() if name not in _LIVES_ON}
+
+
+def _number(connection: socket.socket) -> int:
+    return int.from_bytes(_exactly(connection, 4), "big", signed=True)
 
 
 def _exactly(connection: socket.socket, size: int) -> bytes:
@@ -71,54 +168,76 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
     while len(data) < size:
         part = connection.recv(size - len(data))
         if not part:
-            raise ConnectionError("the process that forks commands has ended")
+            raise ConnectionError("the process that forks has ended")
         data += part
     return data
 
 
-def _serve(connection: socket.socket) -> None:
-    """The process itself: a fork for each request, one after the other."""
+def _serve(connection: socket.socket) -> Callable[[], object]:
+    """In the process itself: what is to be done, in each fork of it."""
     from dualform.cli.interruption import load_engine
 
     load_engine()
-    import grpc
     import matplotlib.pyplot  # noqa: F401
     import torch
 
     import dualform.client
     import dualform.index
     import dualform.plot
+    import dualform.record
     import dualform.serve.command  # noqa: F401
     from dualform.cli.main import program
 
-    assert grpc
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who wait
     while True:
-        size, streams, _, _ = socket.recv_fds(connection, 4, 2)
+        size, streams, _, _ = socket.recv_fds(connection, 4, 3)
         if not size:
-            return
-        folder, *arguments = json.loads(_exactly(connection, int.from_bytes(size, "big")))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of threads: OpenBLAS stops its own before a fork
-            child = os.fork()
-        if child == 0:
-            try:
-                connection.close()
-                torch.set_num_threads(1)  # the others do not survive a fork
-                os.dup2(streams[0], 1)
-                os.dup2(streams[1], 2)
-                for stream in streams:
-                    os.close(stream)
-                os.chdir(folder)
+            os._exit(0)
+        folder, task, *arguments = json.loads(_exactly(connection, int.from_bytes(size, "big")))
+        if not _fork():
+            connection.close()
+            _wait_for_a_fork(*streams)
+            torch.set_num_threads(1)  # the others do not survive a fork
+            os.chdir(folder)
+            if task == "dualform":
                 sys.argv = ["dualform", *arguments]
-                program()
-            finally:
-                os._exit(70)
+                return program
+            sys.argv = ["-c", *arguments]
+            warnings.simplefilter("ignore")
+            code = compile(task, "<string>", "exec")
+            # As a program finds its own names: globals of `__main__`.
+            space = sys.modules["__main__"].__dict__
+            return lambda: exec(code, space)
         for stream in streams:
             os.close(stream)
+
+
+def _wait_for_a_fork(out: int, errors: int, end: int) -> None:
+    """Returns in a fork of this process, which itself tells how that ends."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    child = _fork()
+    if not child:
+        os.close(end)
+        for stream, number in ((out, 1), (errors, 2)):
+            os.dup2(stream, number)
+            os.close(stream)
+        sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 (for good)
+        sys.stderr = open(2, "w", 1, "utf-8", "backslashreplace", closefd=False)  # noqa: SIM115
+        return
+    os.close(out)
+    os.close(errors)
+    with socket.socket(fileno=end) as told:
+        told.sendall(child.to_bytes(4, "big", signed=True))
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        connection.sendall(status.to_bytes(4, "big", signed=True))
+        told.sendall(status.to_bytes(4, "big", signed=True))
+    os._exit(0)
+
+
+def _fork() -> int:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of threads: OpenBLAS stops its own before a fork
+        return os.fork()
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(KeyboardInterrupt):
-        _serve(socket.socket(fileno=int(sys.argv[1])))
+    _serve(socket.socket(fileno=int(sys.argv[1])))()

@@ -9,13 +9,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 import pytest
+import warm
 from client.memory import D_IN, Memory, make_memory
-from warm import Warm
 
 COMMAND = [sys.executable, "-W", "error::DeprecationWarning", "-m", "dualform.cli"]
 
@@ -29,18 +28,13 @@ class Done:
     err: str
 
 
-@lru_cache(maxsize=1)
-def warm() -> Warm:
-    return Warm()
-
-
 def dualform(*arguments: object, **environment: str) -> Done:
     """Runs `dualform` with these arguments to its end.
 
     By a fork of a process that has imported all; a fresh one where the environment is another.
     """
     words = [str(word) for word in arguments]
-    if environment or not warm().fits():
+    if environment or not warm.fits():
         done = subprocess.run(
             [*COMMAND, *words],
             capture_output=True,
@@ -49,7 +43,7 @@ def dualform(*arguments: object, **environment: str) -> Done:
             env={**os.environ, **environment},
         )
     else:
-        done = warm().run(words)
+        done = warm.run("dualform", *words)
     assert "Traceback" not in done.stderr, done.stderr
     return Done(done.returncode, done.stdout, done.stderr)
 

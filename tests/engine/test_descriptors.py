@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import warm
 from synthetic import make_index
 
 from dualform.engine import Index
@@ -52,8 +51,7 @@ def test_nothing_stays_open(path: Path) -> None:
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="needs /proc")
 def test_a_dozen_descriptors_are_enough(path: Path, tmp_path: Path) -> None:
     np.save(tmp_path / "query.npy", KEYS[:1])
-    arguments = [sys.executable, "-c", ASK, str(path), str(tmp_path / "query.npy")]
-    done = subprocess.run(arguments, capture_output=True, text=True)
+    done = warm.run(ASK, path, tmp_path / "query.npy")
     assert done.returncode == 0, done.stderr
     scores = KEYS.astype(np.float64) @ KEYS[0].astype(np.float64)
     assert done.stdout.split("\n")[:2] == [str([np.argsort(-scores)[:5].tolist()]), "0"]
@@ -67,8 +65,6 @@ def test_too_many_open_files_are_named(path: Path) -> None:
         "try: IndexManifest.load(__import__('pathlib').Path(sys.argv[1]))\n"
         "except TooManyFilesError as error: print(error)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(path)], capture_output=True, text=True
-    )
+    done = warm.run(program, path)
     assert "manifest.json cannot be opened" in done.stdout, done.stderr
     assert "ulimit -n" in done.stdout

@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+import warm
 from synthetic import make_index, make_recording
 
 from dualform.client import Client
@@ -141,17 +142,14 @@ def test_kill_9_leaves_no_index_and_the_next_build_is_the_same(
     arrays = {**arrays, "keys": arrays["keys"][np.arange(ROWS) % distinct]}
     reference = build(tmp_path, arrays, 100)
     target = tmp_path / "killed"
-    arguments = [sys.executable, "-c", SLOW_BUILD, str(tmp_path / "recording"), str(target)]
     for lines in (1, 9, 20):
-        process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
+        process = warm.start(SLOW_BUILD, tmp_path / "recording", target)
         for _ in range(lines):
             assert process.stdout.readline()
         with pytest.raises(ExistsError, match="another build"):
             build_index(tmp_path / "recording", target)
         process.send_signal(signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
+        process.communicate()
         assert not target.exists()
     build_index(tmp_path / "recording", target, shard_rows=100)
     files = {file.relative_to(reference) for file in reference.rglob("*") if file.is_file()}

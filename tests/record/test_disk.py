@@ -10,7 +10,6 @@ import resource
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -18,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import warm
 from torch import nn
 
 from dualform.record import DiskSink, Recorder, RecordingFailedError, disk
@@ -31,9 +31,8 @@ STEPS = 60
 SEGMENT_BYTES = 100_000
 
 
-def start(path: Path, pause: float) -> subprocess.Popen[str]:
-    command = [sys.executable, str(TRAINER), str(path), str(STEPS), str(SEGMENT_BYTES), str(pause)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+def start(path: Path, pause: float) -> warm.Process:
+    return warm.start(TRAINER.read_text(), path, STEPS, SEGMENT_BYTES, pause)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +50,6 @@ def test_after_kill_9_everything_committed_is_there(
     tmp_path: Path, whole: Recording, segments: int
 ) -> None:
     process = start(tmp_path / "r", 0.02)
-    assert process.stdout is not None
     for _ in process.stdout:  # a line per step
         if len(list((tmp_path / "r" / "segments").glob("*.json"))) >= segments:
             break
@@ -298,10 +296,10 @@ def test_warns_where_the_planned_run_does_not_fit(tmp_path: Path) -> None:
 
 def test_segments_are_committed_by_age(tmp_path: Path) -> None:
     model, optimizer = network()
-    sink = DiskSink(tmp_path / "r", commit_seconds=0.1)
+    sink = DiskSink(tmp_path / "r", commit_seconds=0.6)
     with Recorder(model, optimizer, sink):
         step(model, optimizer)
-        time.sleep(0.15)
+        time.sleep(0.7)
         step(model, optimizer)
         deadline = time.monotonic() + 10
         while not list((tmp_path / "r" / "segments").glob("*.json")):

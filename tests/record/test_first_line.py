@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+import warm
 from torch import nn
 
 from dualform.record import Recorder
@@ -32,12 +31,7 @@ LINE = "dualform: recording 1 layer, 75.0 % of the model's matrix parameters, 8.
 def program(tmp_path: Path, before: str = "", loop: str = "") -> str:
     """What it writes to standard error."""
     text = PROGRAM.format(before=before, loop=loop)
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", text, str(tmp_path / "r")],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    result = warm.run(text, tmp_path / "r")
     assert result.returncode == 0, result.stderr
     return result.stderr
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import warm
 from torch import nn
 
 from dualform.engine import Index, verify_index
@@ -27,10 +26,9 @@ STEPS, EVERY = 60, 10
 SEGMENT_BYTES = 60_000
 
 
-def start(path: Path, folder: Path, pause: float, at: int | None = None) -> subprocess.Popen[str]:
+def start(path: Path, folder: Path, pause: float, at: int | None = None) -> warm.Process:
     words = [path, folder, STEPS, EVERY, SEGMENT_BYTES, pause, *([] if at is None else [at])]
-    command = [sys.executable, str(RESUMER), *map(str, words)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    return warm.start(RESUMER.read_text(), *words)
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +95,6 @@ def test_killed_and_resumed_is_as_never_stopped(
 ) -> None:
     path = tmp_path / "r"
     process = start(path, tmp_path, 0.02)
-    assert process.stdout is not None
     for _ in process.stdout:
         if len(list((path / "segments").glob("*.json"))) >= segments:
             break

@@ -8,8 +8,6 @@ import resource
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -17,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm
 from torch import nn
 
 from dualform.record import (
@@ -219,11 +218,9 @@ def kin() -> tuple[nn.Sequential, torch.optim.SGD]:
     return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
-def trainer(path: Path, pause: float, steps: int = 40) -> subprocess.Popen[str]:
+def trainer(path: Path, pause: float, steps: int = 40) -> warm.Process:
     """A real training process that has taken its first step."""
-    command = [sys.executable, str(TRAINER), str(path), str(steps), "20000", str(pause)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
+    process = warm.start(TRAINER.read_text(), path, steps, 20000, pause)
     assert process.stdout.readline() == "0\n"
     return process
 

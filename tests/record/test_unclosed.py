@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import warm
 
 from dualform.store.recording import Recording
 
@@ -41,8 +40,7 @@ for _ in range(5):
 )
 def test_at_exit(tmp_path: Path, end: str, status: int) -> None:
     """However a program ends by itself, in whatever time: a whole recording, said once."""
-    command = [sys.executable, "-W", "ignore", "-c", PROGRAM + end, str(tmp_path / "r")]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    result = warm.run(PROGRAM + end, tmp_path / "r")
     assert result.returncode == status
     assert result.stderr.count("was not closed") == 1
     assert str(tmp_path / "r") in result.stderr
@@ -59,8 +57,7 @@ def test_out_of_sight(tmp_path: Path) -> None:
     head, body = PROGRAM.split("torch.manual_seed(0)")
     lines = "\n".join(f"    {line}" for line in f"torch.manual_seed(0){body}".splitlines())
     program = f"{head}\ndef main():\n{lines}\nmain()\nimport gc\ngc.collect()\n"
-    command = [sys.executable, "-W", "ignore", "-c", program, str(tmp_path / "r")]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    result = warm.run(program, tmp_path / "r")
     assert result.returncode == 0
     assert result.stderr.count("was not closed") == 1
     assert Recording.open(tmp_path / "r").complete
@@ -77,8 +74,7 @@ def test_killed(tmp_path: Path) -> None:
         "    optimizer.step()\n"
         "os.kill(os.getpid(), 15)"
     )
-    command = [sys.executable, "-W", "ignore", "-c", PROGRAM + end, str(tmp_path / "r")]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    result = warm.run(PROGRAM + end, tmp_path / "r")
     assert result.returncode == -15
     recording = Recording.open(tmp_path / "r")
     assert not recording.complete
@@ -90,6 +86,5 @@ def test_killed(tmp_path: Path) -> None:
 
 def test_closed_is_closed(tmp_path: Path) -> None:
     end = "recorder.close()"
-    command = [sys.executable, "-W", "ignore", "-c", PROGRAM + end, str(tmp_path / "r")]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    result = warm.run(PROGRAM + end, tmp_path / "r")
     assert "not closed" not in result.stderr
