@@ -41,6 +41,7 @@ from dualform.store.index import IndexManifest
 from dualform.store.index_parts import LEDGER, RowSpace, layer_directory, layer_file
 from dualform.store.ledger import InexactMark, to_parquet
 from dualform.store.recording import Recording
+from dualform.store.recording_ranks import open_recordings
 
 SHARD_ROWS = 65_536
 """Rows of a shard at most."""
@@ -52,7 +53,7 @@ Progress = Callable[[int, int], None]
 
 
 def build_index(
-    recording: Path | str,
+    recording: Path | str | Sequence[Path | str],
     index: Path | str,
     *,
     values: bool = True,
@@ -66,6 +67,8 @@ def build_index(
 
     Args:
         recording: A recording's directory; one that was cut short is indexed up to its last commit.
+            Of a data-parallel run the directory with its ranks', or those of all ranks: they become
+            one index, up to the last step that all have committed.
         index: The directory to create. It appears at the end, whole.
         values: False leaves the values out: attention weights only, no dual output.
         shard_rows: Rows per shard at most.
@@ -74,12 +77,14 @@ def build_index(
         round_keys: "bfloat16" or "float16": what keys are rounded to that were recorded as float32,
             for half their bytes. Attention weights are then those of the rounded keys, the layer is
             marked as rounded, and the remainder of its outputs has what that leaves.
-        announce: Called, before anything is written, with a sentence on what the parts take.
+        announce: Called, before anything is written, with a sentence on what the parts take, or on
+            steps that not all ranks have.
         progress: Called with (bytes written, bytes to write).
 
     Raises:
         ExistsError: The target exists, or another build is writing it.
         NotFoundError, VersionError, DamagedError: The recording can't be read.
+        RanksError: A rank's recording is missing, or they are not of one run.
         NoSpaceError: The disk is full; nothing of the index is left on it.
         BuildError: The recording holds no step, shard_rows < 1, keys can't be rounded so, or parts
             of a column can't be kept: it is not there, has no value or more than `MOST_GROUPS`, or
@@ -90,9 +95,10 @@ def build_index(
     if round_keys is not None and round_keys not in HALVES:
         raise BuildError(f"round_keys is {round_keys!r}; it may be {' or '.join(HALVES)}")
     target = Path(index).absolute()
-    source = Recording.open(Path(recording))
+    given = [recording] if isinstance(recording, (str, Path)) else recording
+    source = open_recordings([Path(path) for path in given])
     if source.steps == 0:
-        raise BuildError(f"{recording} holds no committed step yet; there is nothing to index")
+        raise BuildError(f"{source.path} holds no committed step yet; there is nothing to index")
     values = values and source.manifest.values
     spaces = row_spaces(source)
     plan = plan_parts(source, spaces, parts, values)
@@ -101,8 +107,10 @@ def build_index(
         for name, spec in source.manifest.layers.items()
     }
     build = _Build(source, layers, spaces, plan, values, shard_rows, progress)
-    if parts and announce is not None:
-        announce(plan.describe())
+    if announce is not None:
+        for said in (source.cut, plan.describe() if parts else None):
+            if said is not None:
+                announce(said)
     with workspace(target) as directory, threadpool_limits(1, user_api="blas"):
         try:
             build.run(directory)

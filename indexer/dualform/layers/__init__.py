@@ -15,6 +15,7 @@ from dualform.layers.base import (
     ProductKind,
     ShapeError,
     UnsupportedModuleError,
+    bare,
     layers_of,
     why_not,
 )
@@ -30,6 +31,7 @@ __all__ = [  # noqa: RUF022
     "ProductKind",
     "ShapeError",
     "UnsupportedModuleError",
+    "bare",
     "layers_of",
     "why_not",
 ]

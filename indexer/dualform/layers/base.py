@@ -267,6 +267,17 @@ class JoinedKind(LayerKind):
         """
 
 
+def bare(model: nn.Module) -> nn.Module:
+    """The model that torch.compile and DistributedDataParallel wrap: layers are called as in it."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None and isinstance(model, nn.parallel.DistributedDataParallel):
+            inner = model.module
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
 def layers_of(model: nn.Module) -> dict[str, LayerKind]:
     """The layers of a model by name, without those that are parts of another."""
     found: dict[str, LayerKind] = {}

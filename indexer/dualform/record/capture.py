@@ -39,11 +39,18 @@ _Value = tuple[Pass, Buffer]
 
 
 class Tape:
-    """What the layers of one recorder share: memory, annotation, order, and pending values."""
+    """What the layers of one recorder share: memory, annotation, order, and pending values.
 
-    def __init__(self, pool: Pool, annotations: Annotations) -> None:
+    Attributes:
+        share: What part of the sum over all ranks' rows a gradient is; 1 of a run in one process.
+        averaged: Called after a backward, once gradients were averaged over ranks.
+    """
+
+    def __init__(self, pool: Pool, annotations: Annotations, share: float = 1.0) -> None:
         self.pool = pool
         self.annotations = annotations
+        self.share = share
+        self.averaged: Callable[[], None] | None = None
         self.numbers = itertools.count()
         self._pending: dict[int, dict[LayerCapture, list[_Value]]] = {}
 
@@ -65,8 +72,15 @@ class Tape:
         """Forget backwards that were broken off."""
         self._pending.clear()
 
+    @property
+    def ranked(self) -> bool:
+        """Gradients are averaged over several processes."""
+        return self.averaged is not None
+
     def _forget(self, task: int) -> None:
         self._pending.pop(task, None)
+        if self.averaged is not None:  # behind what DistributedDataParallel queued meanwhile
+            Variable._execution_engine.queue_callback(self.averaged)
 
 
 class LayerCapture:
@@ -92,6 +106,7 @@ class LayerCapture:
         place: LayerPlace,
         tape: Tape,
         watch: GradientWatch,
+        bias_watch: GradientWatch | None,
         held: Callable[[torch.Tensor], bool],
     ) -> None:
         self.spec = spec
@@ -106,6 +121,7 @@ class LayerCapture:
         self._tape = tape
         self._watched = watched_modules(spec.name, kind, module, tied)
         self._watch = watch
+        self._bias_watch = bias_watch  # where a rank's part of its gradient is looked at
         # Backwards of several threads may run through one graph: none may find the gradient zeroed,
         # and drop what another commits meanwhile.
         self._lock = threading.Lock()
@@ -118,6 +134,7 @@ class LayerCapture:
     def begin_step(self) -> None:
         """Forget the step before."""
         self._passes.clear()
+        self._for_each_watch(lambda watch, _: watch.begin(step=True))
         self.autocast = self.double_backward = self.carried = self.late = self.alone = False
 
     def attach(self) -> None:
@@ -126,6 +143,20 @@ class LayerCapture:
             hook = _ForwardHook(self, watched)
             module = watched.kind.host or watched.module
             self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
+        if self._tape.ranked:
+            # Even where this rank never runs the layer, others may.
+            self._attach_to(self.weight.requires_grad)
+
+    def averaged(self) -> None:
+        """A backward has ended, and gradients were averaged over ranks."""
+        self._for_each_watch(lambda watch, parameter: watch.averaged(parameter.grad))
+
+    def _for_each_watch(self, do: Callable[[GradientWatch, torch.Tensor], None]) -> None:
+        if not self._tape.ranked:
+            return
+        do(self._watch, self.weight)
+        if self._bias_watch is not None and self.bias is not None:
+            do(self._bias_watch, self.bias)
 
     def detach(self) -> None:
         """Remove every hook, and let go of all rows."""
@@ -180,6 +211,7 @@ class LayerCapture:
         for item in self._passes.values():
             item.value = None
         self._passes.clear()
+        self._for_each_watch(lambda watch, _: watch.begin(step=False))
         self.alone = False
 
     def forward(
@@ -316,8 +348,9 @@ class LayerCapture:
         elif self._passes:
             if grad is None or self._watch.zeroed(grad):
                 self.drop()
-        elif grad is not None and self._watch.sampled(grad):
+        elif grad is not None and self._watch.unexplained(grad):
             self.carried = True
+        self._for_each_watch(lambda watch, parameter: watch.before(parameter.grad))
 
     def _commit(self, alone: bool = False) -> None:
         """The running backward has accumulated into the weight, or the bias alone: it counts."""
@@ -332,11 +365,14 @@ class LayerCapture:
         """Hook the weight, or while it is frozen the bias: a frozen parameter takes no hook."""
         if weight and self._on_weight is None:
             self._on_weight = self.weight.register_post_accumulate_grad_hook(self._accumulated)
-        if not weight and self._on_bias is None and self.bias is not None:
+        needed = not weight or self._tape.ranked
+        if needed and self._on_bias is None and self.bias is not None and self.bias.requires_grad:
             self._on_bias = self.bias.register_post_accumulate_grad_hook(self._bias_accumulated)
 
     def _bias_accumulated(self, parameter: torch.Tensor) -> None:
         """The bias's post-accumulate hook, which counts while the weight is frozen."""
+        if self._bias_watch is not None and parameter.grad is not None:
+            self._bias_watch.accumulated(parameter.grad)
         if self._frozen:
             self._commit(alone=True)
 

@@ -141,12 +141,30 @@ class GradientCheck:
         bounds = [d_out * part // parts for part in range(parts + 1)]
         self._parts = [slice(*pair) for pair in itertools.pairwise(bounds)]
         self._order: list[int] = []
+        self._part = self._next_part()
 
     def sides(self, passes: Sequence[Pass]) -> Sides:
-        """What the rows say."""
+        """What the rows say; the step's last word, as the next reads another part."""
+        found = Sides(passes, self.u, self.v, self._part)
+        self._part = self._next_part()
+        return found
+
+    def read(self, grad: torch.Tensor) -> float:
+        """u'Gv of the part of a weight's gradient that this step reads; of a bias's, u.g."""
+        if grad.dim() == 1:
+            return dot(_host(grad).astype(np.float64), self._u64)
+        return self._read(self._weight_2d(grad), self._part)
+
+    def _read(self, matrix: torch.Tensor, part: slice) -> float:
+        host = _host(matrix, part)
+        reduced = np.empty(len(host))
+        row_dots(host, self.v, reduced)
+        return dot(reduced, self._u64[part])
+
+    def _next_part(self) -> slice:
         if not self._order:
             self._order = self._random.permutation(len(self._parts)).tolist()
-        return Sides(passes, self.u, self.v, self._parts[self._order.pop()])
+        return self._parts[self._order.pop()]
 
     def probe(self, tensor: torch.Tensor) -> tuple[float, float]:
         """u'Tv for a weight, u.t for a bias; and the tensor's norm, for a weight an estimate."""
@@ -180,10 +198,7 @@ class GradientCheck:
         """
         total, size = sides.of_part, sides.part_size
         matrix = self._weight_2d(grad)
-        host = _host(matrix, sides.part)
-        reduced = np.empty(len(host))
-        row_dots(host, self.v, reduced)
-        probe = dot(reduced, self._u64[sides.part])
+        probe = self._read(matrix, sides.part)
         # Of a part whose rows are zero, or cancel, the test tells no scale; and autograd's count
         # misses what torch.amp.GradScaler does to a gradient.
         tells = abs(total) > _TELLING * size or sides.weight_size == 0.0
@@ -206,7 +221,7 @@ class GradientCheck:
             fault = "clipped" if scale.plateau else "edited"
             return Verdict(True, False, factor, factor * sides.weight, fault)
         if abs(probe - factor * total) > SCREEN * abs(factor) * size:
-            rows, norms = _weight_rows(sides.passes, matrix.shape), _weight_norms(sides.passes)
+            rows, norms = _weight_rows(sides.passes, matrix.shape), weight_norms(sides.passes)
             if not _relative(matrix, factor * rows, abs(factor) * norms) <= TOLERANCE:
                 return Verdict(True, False, factor, factor * sides.weight, "mismatch")
         return Verdict(True, False, factor, factor * sides.weight)
@@ -226,7 +241,7 @@ class GradientCheck:
             return Verdict(True, fault="not finite")
         if probe == 0.0 and not grad.any():
             return Verdict(True, zeroed=True, scale=0.0)
-        rows, norms = _bias_rows(sides.passes, grad.shape), _bias_norms(sides.passes)
+        rows, norms = _bias_rows(sides.passes, grad.shape), bias_norms(sides.passes)
         for factor in (scale, 1.0, _regression(grad, rows)):
             if _relative(grad, factor * rows, abs(factor) * norms) <= TOLERANCE:
                 return Verdict(True, False, factor, probe)
@@ -262,7 +277,7 @@ def _bias_rows(passes: Sequence[Pass], shape: torch.Size) -> torch.Tensor:
     return rows
 
 
-def _weight_norms(passes: Sequence[Pass]) -> float:
+def weight_norms(passes: Sequence[Pass]) -> float:
     """|E| |X|."""
     e = x = 0.0
     for key, value in _chunks(passes):
@@ -271,7 +286,7 @@ def _weight_norms(passes: Sequence[Pass]) -> float:
     return math.sqrt(e * x)
 
 
-def _bias_norms(passes: Sequence[Pass]) -> float:
+def bias_norms(passes: Sequence[Pass]) -> float:
     """|E| sqrt(rows)."""
     e = sum(float((value * value).sum()) for _, value in _chunks(passes))
     return math.sqrt(e * sum(item.rows for item in passes))

@@ -77,6 +77,11 @@ class JoinedLayer:
         for part in self._parts:
             part.detach()
 
+    def averaged(self) -> None:
+        """A backward has ended, and gradients were averaged over ranks."""
+        for part in self._parts:
+            part.averaged()
+
     def states(self) -> dict[str, ParameterState]:
         """The joined weight and bias by name, with the optimizer's buffers."""
         weights, *biases = zip(*(part.states().values() for part in self._parts), strict=True)

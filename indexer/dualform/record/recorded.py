@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 
@@ -11,12 +12,13 @@ import torch
 from dualform.layers import ProductKind
 from dualform.record.buffers import kept_as
 from dualform.record.capture import LayerCapture, Tape
-from dualform.record.check import GradientCheck, Sides, Verdict
+from dualform.record.check import GradientCheck, Sides, Verdict, bias_norms, weight_norms
 from dualform.record.elements import ElementProbe, SampledElements
 from dualform.record.errors import CaptureError
 from dualform.record.optimizer import OptimizerView
 from dualform.record.passes import Pass
 from dualform.record.place import LayerPlace
+from dualform.record.ranks import RankWatch, rank_verdict
 from dualform.record.selection import SelectedLayer
 from dualform.record.watch import GradientWatch
 from dualform.record.weights import WeightProbe
@@ -65,8 +67,9 @@ class RecordedLayer:
         self.parameters: dict[str, torch.Tensor] = {spec.weight: weight}
         if spec.bias is not None and bias is not None:
             self.parameters[spec.bias] = bias
-        self._watch = GradientWatch(weight.shape)
         self._check = GradientCheck(spec.d_in, spec.d_out, random, kind.weight_2d)
+        self._share = tape.share
+        self._watch, self._bias_watch = self._watches(weight, bias, tape.ranked)
         self.capture = LayerCapture(
             spec,
             kind,
@@ -75,6 +78,7 @@ class RecordedLayer:
             LayerPlace(selected.root, spec, kind, selected.module),
             tape,
             self._watch,
+            self._bias_watch,
             self._held_now,
         )
         self.kept: list[Pass] = []
@@ -85,8 +89,7 @@ class RecordedLayer:
         self._kept_as = {name: (p.shape, p.dtype) for name, p in self.parameters.items()}
         self._probes = {name: WeightProbe() for name in self.parameters}
         self._elements: dict[str, ElementProbe] = {}
-        family = optimizer.family
-        if family.elementwise and family.continuous and not family.scalar:
+        if _by_elements(optimizer, tape.ranked):
             self._elements = {name: sampled.probe(p) for name, p in self.parameters.items()}
         self._gradients: dict[str, np.ndarray | torch.Tensor] = {}
         self._kernel = 1.0
@@ -108,6 +111,10 @@ class RecordedLayer:
     def detach(self) -> None:
         """Remove every hook, and let go of all rows."""
         self.capture.detach()
+
+    def averaged(self) -> None:
+        """A backward has ended, and gradients were averaged over ranks."""
+        self.capture.averaged()
 
     def states(self) -> dict[str, ParameterState]:
         """Weight [d_out, d_in] and bias by name, with the optimizer's buffers."""
@@ -178,10 +185,11 @@ class RecordedLayer:
             bias = self._bias_verdict(weight, sides)
             verdicts.append((bias, sides.bias_size))
         self.kept = passes if _rows_count(weight, bias, sides) else []
-        if kernel != 1:
+        if kernel != 1 or self._share != 1:
+            scale = kernel * self._share
             verdicts = [
                 (
-                    verdict._replace(scale=verdict.scale * kernel, probe=verdict.probe * kernel),
+                    verdict._replace(scale=verdict.scale * scale, probe=verdict.probe * kernel),
                     size * kernel,
                 )
                 for verdict, size in verdicts
@@ -219,13 +227,22 @@ class RecordedLayer:
         self.kept = []
         if not self._follow_weights:
             return
-        if self._optimizer.family.scalar:
+        if not self._elements and self._optimizer.family.scalar:
             self._unfollowed += self._rows
         for row, _, _ in self._rows:
             gradient = self._gradients.get(row.parameter)
             if gradient is not None:
                 self._elements[row.parameter].follow(row, gradient, self._kernel)
         self._gradients = {}
+
+    def _watches(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, ranked: bool
+    ) -> tuple[GradientWatch, GradientWatch | None]:
+        """Of the weight, and where gradients are averaged over ranks, of the bias."""
+        if not ranked:
+            return GradientWatch(weight.shape), None
+        read = self._check.read
+        return RankWatch(weight.shape, read), None if bias is None else RankWatch(bias.shape, read)
 
     def _look(self, step: int) -> tuple[int, bool, bool]:
         """Compare, and begin anew: since when, whether all agrees, whether all is finite.
@@ -263,6 +280,9 @@ class RecordedLayer:
         grad, watch = self.capture.weight.grad, self._watch
         if self._skipped or grad is None or not self._optimizer.holds(self.capture.weight):
             return Verdict(False)
+        if self._follow_rows and isinstance(watch, RankWatch):
+            norms = functools.partial(weight_norms, sides.passes)
+            return rank_verdict(grad, watch, sides.of_part, sides.part_size, norms)
         if self._follow_rows:
             return self._check.weight(grad, watch, sides)
         if sides.weight != 0.0 and watch.zeroed(grad):
@@ -275,6 +295,9 @@ class RecordedLayer:
         bias = self.capture.bias
         if self._skipped or bias is None or bias.grad is None or not self._optimizer.holds(bias):
             return Verdict(False)
+        if isinstance(self._bias_watch, RankWatch) and self._follow_rows:
+            norms = functools.partial(bias_norms, sides.passes)
+            return rank_verdict(bias.grad, self._bias_watch, sides.bias, sides.bias_size, norms)
         if self._follow_rows and weight.fault is None:
             return self._check.bias(bias.grad, sides, 1.0 if weight.zeroed else weight.scale)
         return Verdict(True, zeroed=weight.zeroed, scale=weight.scale)
@@ -287,6 +310,8 @@ class RecordedLayer:
     def _refuse_foreign_gradient(self) -> None:
         """Raise CaptureError where the weight has a gradient, though no pass ever brought one."""
         grad = self.capture.weight.grad
+        if isinstance(self._watch, RankWatch) and self._watch.brought == 0.0:
+            return  # another rank's passes did
         if grad is not None and bool(grad.any()):
             raise CaptureError(_CAUSES.format(name=self.spec.name))
 
@@ -359,6 +384,13 @@ class RecordedLayer:
             "the rows do not add up to the gradient; is the weight used elsewhere too "
             "(tied, F.linear), or changed by a hook?"
         )
+
+
+def _by_elements(optimizer: OptimizerView, ranked: bool) -> bool:
+    """Whether weights are followed by sampled elements: where rows have no coefficient, or where
+    a rank does not know the probe of the other ranks' rows."""
+    family = optimizer.family
+    return family.elementwise and family.continuous and (ranked or not family.scalar)
 
 
 def _rows_count(weight: Verdict, bias: Verdict, sides: Sides) -> bool:

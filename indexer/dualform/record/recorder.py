@@ -26,6 +26,7 @@ from dualform.record.examples import ExampleIntake
 from dualform.record.fitting import Fitting
 from dualform.record.joined import JoinedLayer
 from dualform.record.optimizer import OptimizerView
+from dualform.record.ranks import Replica
 from dualform.record.recorded import RecordedLayer
 from dualform.record.resume import resume
 from dualform.record.row_choice import reason_of, sampling_of
@@ -59,7 +60,8 @@ class Recorder:
                 ...                      # forward, zero_grad, backward, step as ever
 
     Args:
-        model: The whole model, already on its device.
+        model: The whole model, already on its device. Wrapped in DistributedDataParallel, each
+            process records its own rows in a folder of its own, `rank-0` and so on, below the path.
         optimizer: Exact for the families of `dualform.optimizers` (SGD, Adam, AdamW and most of
             torch.optim, with schedules and clipping); for any other the attention weights stay
             exact and the recording says that the rest is not. What `accelerator.prepare` and
@@ -86,7 +88,7 @@ class Recorder:
 
     Raises:
         OptionError: `every`, `sample`, `seed` or `zero_rows` has no such value.
-        LayerSelectionError: `layers` names nothing that can be recorded.
+        LayerSelectionError: `layers` names nothing that can be recorded, or weights are sharded.
         OptimizerError: `optimizer` is none.
         RecordingExistsError: The path exists, and `resume_at_step` is not given.
         RecordingFailedError: The recording can't be started, such as on a full disk.
@@ -118,7 +120,10 @@ class Recorder:
         selection = select_layers(model, layers, self._optimizer.holds)
         self._coverage = selection.coverage
         self._annotations, self._fitting = Annotations(), Fitting()
-        self._tape = Tape(Pool(_POOL_BYTES), self._annotations)
+        self._replica = Replica(model)
+        self._tape = Tape(Pool(_POOL_BYTES), self._annotations, self._replica.share)
+        if self._replica.rank is not None:
+            self._tape.averaged = self._averaged
         random = np.random.default_rng()
         sampled = SampledElements(self._optimizer.family, random)
         self._layers: list[_Layer] = [
@@ -132,17 +137,24 @@ class Recorder:
         self._step = self._first_step = 0
         self._bytes_since_state = self._bytes_per_state = 0
         self._left_out: set[str] = set()
-        self._said_empty = False
+        self._said_empty = self._said_not_mean = False
         self._open_step: StepBatch | None = None
         self._marks: list[tuple[str, InexactMark]] = []
         self._examples = ExampleIntake()
         self._closed = False
         self._process = os.getpid()
         is_path = isinstance(path_or_sink, (str, os.PathLike))
-        self._sink: Sink = DiskSink(path_or_sink) if is_path else path_or_sink  # type: ignore
+        if is_path:
+            path_or_sink = DiskSink(self._replica.path(path_or_sink))  # type: ignore[arg-type]
+        self._sink: Sink = path_or_sink  # type: ignore[assignment]
         specs = {layer.spec.name: layer.spec for layer in self._layers}
         manifest = RecordingManifest(
-            self._optimizer.name, specs, values, _program(), self._sampling
+            self._optimizer.name,
+            specs,
+            values,
+            _program(),
+            self._sampling,
+            self._replica.rank,
         )
         self._hooks_seen = HooksSeen(model)
         self._handles = [
@@ -275,6 +287,7 @@ class Recorder:
         self._optimizer.refresh()
         step = self._step
         ledger, kept = [], []
+        self._mark_other_than_mean()
         for layer in self._layers:
             self._mark(layer, layer.check_parameters(step))
             if step == self._first_step or step % layer.check_every == 0:
@@ -298,7 +311,9 @@ class Recorder:
             self._sink.begin(self._state(), size, self._planned_steps)
             room = getattr(self._sink, "room", None)
             to = "" if room is None else f", to {room(size, self._planned_steps)}"
-            say(self._coverage.first_line(size, self._sampling.options, to))
+            if self._replica.first:
+                ranks = self._replica.rank and self._replica.rank.world
+                say(self._coverage.first_line(size, self._sampling.options, to, ranks))
         self._open_step = batch
 
     def _after_step(self, *_: Any) -> None:
@@ -379,6 +394,20 @@ class Recorder:
                 "true is for the rows that are kept",
                 self._step,
             )
+
+    def _averaged(self) -> None:
+        """A backward has ended, and gradients were averaged over ranks."""
+        with np.errstate(all="ignore"):
+            for layer in self._layers:
+                layer.averaged()
+
+    def _mark_other_than_mean(self) -> None:
+        """Mark all layers where ranks do not take the plain mean of their gradients."""
+        reason = self._replica.not_the_mean()
+        if reason is not None and not self._said_not_mean:
+            self._said_not_mean = True
+            for layer in self._layers:
+                self._mark(layer, InexactMark(self._step, reason))
 
     def _mark(self, layer: _Layer, mark: InexactMark | None) -> None:
         if mark is not None:

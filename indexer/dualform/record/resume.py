@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,8 +20,9 @@ from dualform.record.resume_followed import check_followed
 from dualform.record.row_choice import LEFT_OUT
 from dualform.store.errors import BusyError, NotFoundError, StoreError
 from dualform.store.ledger import Coefficients, InexactMark, Ledger
+from dualform.store.ranks import rank_folders
 from dualform.store.recording import LayerSpec, PassRecord, Recording, RecordingManifest
-from dualform.store.recording_format import padded
+from dualform.store.recording_format import MANIFEST, padded
 
 TOLERANCE = 1e-4
 """Largest difference from the rebuilt state, relative to the way since the state it starts from."""
@@ -71,6 +73,7 @@ def resume(
             another process records there; nothing was dropped. Or the disk failed in the middle:
             the same call can be made again.
     """
+    _check_processes(sink.path, manifest, step)
     if not sink.path.is_dir():
         raise ResumeError(
             f"resume_at_step={step}: there is no recording at {sink.path}; without resume_at_step "
@@ -118,9 +121,10 @@ def _resume(
         ledger = recording.ledger()
         _check_counts(ledger, step, counts)
         if recording.steps and manifest.values and ledger.family.explains:
+            check = _check_layer if manifest.ranks is None else _check_layer_of_rank
             for spec in manifest.layers.values():
                 if not any(_hides(mark, step) for mark in recording.marks[spec.name]):
-                    _check_layer(recording, ledger, spec, step, states)
+                    check(recording, ledger, spec, step, states)
         sink.resume(recording, step)
     with Recording.open(sink.path) as kept:
         return Resumed(
@@ -131,6 +135,29 @@ def _resume(
             bytes_since_state=_bytes_since_state(kept),
             left_out=_left_out(kept),
         )
+
+
+def _check_processes(path: Path, manifest: RecordingManifest, step: int) -> None:
+    """Refuse to go on in another number of processes than the run had."""
+    there = path if manifest.ranks is None else path.parent
+    worlds = {
+        rank.world
+        for folder in rank_folders(there)
+        if (folder / MANIFEST).exists()
+        and (rank := RecordingManifest.load(folder).ranks) is not None
+    }
+    now = 1 if manifest.ranks is None else manifest.ranks.world
+    if worlds and worlds != {now}:
+        raise ResumeError(
+            f"resume_at_step={step}: {there} was recorded by "
+            f"{' or '.join(map(str, sorted(worlds)))} processes, and now there {_are(now)}: rows "
+            "of steps that others averaged would be missing; go on with as many, or record to "
+            "another path. Nothing was dropped"
+        )
+
+
+def _are(count: int) -> str:
+    return "is one" if count == 1 else f"are {count}"
 
 
 def _check_manifest(recording: Recording, manifest: RecordingManifest) -> None:
@@ -222,6 +249,28 @@ def _check_layer(
         size = float(np.linalg.norm(rebuilt))
         what = f"the momentum buffer of {parameter!r}"
         _compare(what, (start, step), rebuilt, now_buffer, size, (sizes, 1))
+
+
+def _check_layer_of_rank(
+    recording: Recording,
+    ledger: Ledger,
+    spec: LayerSpec,
+    step: int,
+    states: Mapping[str, ParameterState],
+) -> None:
+    """Compare with the state that was stored after that very step, if one was: between states the
+    other ranks' rows would be needed."""
+    stored = dict(recording.states()).get(step) if step else recording.initial
+    state = {} if stored is None else stored()
+    for parameter in spec.parameters:
+        if parameter in state:
+            before, now = state[parameter].astype(np.float64), _array(states[parameter][0])
+            zeros = functools.partial(_zeros, now.shape)
+            _compare(f"parameter {parameter!r}", (step, step), before, now, 0.0, (zeros, 0))
+
+
+def _zeros(shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    return np.zeros(shape), np.zeros(shape)
 
 
 def _compare(

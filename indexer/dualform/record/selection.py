@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from dualform.layers import LayerKind, ProductKind, layers_of, why_not
+from dualform.layers import LayerKind, ProductKind, bare, layers_of, why_not
 from dualform.layers.base import part_name
 from dualform.layers.embedding import Embedding
 from dualform.layers.linear import Linear
@@ -73,7 +73,7 @@ def select_layers(
     Raises:
         LayerSelectionError: A pattern matches nothing, or something that cannot be recorded.
     """
-    model = getattr(model, "_orig_mod", model)  # compiled: the layers keep the names they had
+    model = bare(model)
     modules = dict(model.named_modules())
     kinds, owners = layers_of(model), _owners(model)
     ties = _ties(modules, kinds, owners)

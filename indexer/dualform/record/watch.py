@@ -43,6 +43,19 @@ class GradientWatch:
         self._sample: np.ndarray | None = None
         self._version = self._pointer = -1
 
+    def begin(self, step: bool) -> None:
+        """The gradient was zeroed, or with `step` a step begins."""
+
+    def before(self, grad: torch.Tensor | None) -> None:
+        """A backward is going to add to `grad`."""
+
+    def averaged(self, grad: torch.Tensor | None) -> None:
+        """A backward has ended, and gradients were averaged over ranks, if at all."""
+
+    def unexplained(self, grad: torch.Tensor) -> bool:
+        """The gradient holds something, though nothing was recorded of this step so far."""
+        return self.sampled(grad)
+
     def forget(self) -> None:
         """Another parameter's gradient is watched from now on."""
         self._sample = None

@@ -81,7 +81,17 @@ class FirstRun:
         return sums
 
     def open(self, manifest: RecordingManifest) -> None:
-        """Start: as the recorder calls it."""
+        """Start: as the recorder calls it.
+
+        Raises:
+            ReplayError: Several processes train the model, or a layer that was asked for is none.
+        """
+        if manifest.ranks is not None:
+            raise ReplayError(
+                f"this process is {manifest.ranks} of one training, and a replay folds the rows "
+                "of one process: record to a path, and build an index of all ranks' recordings; or "
+                "train in one process"
+            )
         for name in self._key_sums:
             if name not in manifest.layers:
                 raise ReplayError(

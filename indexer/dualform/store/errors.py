@@ -6,6 +6,7 @@ StoreError             a DualformError
 ├── DamagedError       truncated, altered or incomplete; names the file
 ├── NoSpaceError       the disk is full
 ├── TooManyFilesError  the process may open no more files
+├── RanksError         recordings that are not those of all ranks of one run
 └── ExistsError        the target is already there
     └── BusyError      another process writes it now; names that process
 """
@@ -64,6 +65,10 @@ class TooManyFilesError(StoreError):
             f"{path} cannot be opened: this process has as many files open as it may; "
             "raise the limit (`ulimit -n 4096`) or close what is not needed"
         )
+
+
+class RanksError(StoreError):
+    """Recordings are not those of all processes of one data-parallel run, each once."""
 
 
 class DamagedError(StoreError):

@@ -65,7 +65,10 @@ class Recording:
         segments: The tables of its committed segments.
         marks: By layer name, from which step on it is inexact and why; every layer has a list.
         schema: Of the row metadata: step, slot, position, then the user's columns.
+        cut: Why committed steps are left out; None where none are.
     """
+
+    cut: str | None = None
 
     def __init__(
         self,

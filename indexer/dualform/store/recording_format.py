@@ -17,6 +17,7 @@ from dualform.store.errors import DamagedError, NotFoundError, VersionError
 from dualform.store.fields import Fields, entry, integer, wrong
 from dualform.store.files import FileEntry, check_seal, read_json, write_sealed
 from dualform.store.ledger import InexactMark
+from dualform.store.ranks import Rank
 from dualform.store.row_metadata import ROW_COLUMNS, TYPES
 from dualform.store.sampling import (
     ALL_ROWS,
@@ -27,8 +28,9 @@ from dualform.store.sampling import (
 )
 
 FORMAT = "dualform-recording"
-VERSION = 2
-"""The newest that this program reads, and what it writes. 2 knows encodings of keys and values."""
+VERSION = 3
+"""The newest that this program reads. 2 knows encodings of keys and values, 3 ranks; a recording is
+written as the oldest that has what is in it."""
 MANIFEST = "manifest.json"
 INITIAL = "initial.safetensors"
 FINAL = "final.safetensors"
@@ -94,6 +96,7 @@ class RecordingManifest:
         values: False for a recording of keys alone.
         created_by: Program and version.
         sampling: Which rows are kept.
+        ranks: Of which process of a data-parallel run; None of a run in one process.
     """
 
     optimizer: str
@@ -101,14 +104,17 @@ class RecordingManifest:
     values: bool
     created_by: str
     sampling: Sampling = ALL_ROWS
+    ranks: Rank | None = None
 
     def save(self, directory: Path) -> None:
         """Write `manifest.json` atomically."""
         layers = [asdict(layer) for layer in self.layers.values()]
         fields = {"optimizer": self.optimizer, "values": self.values, "created_by": self.created_by}
         sampling = {} if self.sampling.whole else {"sampling": self.sampling.to_json()}
-        head = {"format": FORMAT, "version": VERSION}
-        write_sealed(directory / MANIFEST, {**head, **fields, **sampling, "layers": layers})
+        ranks = {} if self.ranks is None else {"ranks": self.ranks.to_json()}
+        head = {"format": FORMAT, "version": 3 if ranks else 2}
+        data = {**head, **fields, **sampling, **ranks, "layers": layers}
+        write_sealed(directory / MANIFEST, data)
 
     @classmethod
     def load(cls, directory: Path) -> RecordingManifest:
@@ -153,6 +159,7 @@ class RecordingManifest:
             values=data.boolean("values"),
             created_by=data.text("created_by"),
             sampling=Sampling.read(data),
+            ranks=Rank.read(data),
         )
 
 

@@ -33,7 +33,14 @@ def add_to(commands: Any) -> None:
         help="publish a recording as an index",
         description="Publishes a recording as an index. Nothing is there until it is complete.",
     )
-    build.add_argument("recording", type=Path, metavar="RECORDING", help="what a Recorder wrote")
+    build.add_argument(
+        "recording",
+        type=Path,
+        nargs="+",
+        metavar="RECORDING",
+        help="what a Recorder wrote; of a data-parallel run the folder of the run, or those of all "
+        "its ranks",
+    )
     build.add_argument("index", type=Path, metavar="INDEX", help="the directory to create")
     build.add_argument(
         "--values",

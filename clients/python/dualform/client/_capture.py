@@ -62,8 +62,11 @@ def capture_queries(
         raise InvalidArgumentError(
             f"model is of type {type(model).__name__}; a torch.nn.Module is needed", field="model"
         )
-    # A compiled model's hooks do not fire once it has run.
-    model = getattr(model, "_orig_mod", model)
+    from dualform.layers import bare
+
+    # A compiled model's hooks do not fire once it has run, and a data-parallel one may wait for
+    # other processes.
+    model = bare(model)
     selected = _selected(model, layers)
     seen: dict[str, list[torch.Tensor]] = {name: [] for name in selected}
     handles = []

@@ -86,7 +86,10 @@ def dual_form(
             'and needs a Client: Client("HOST:PORT") or Client.local(PATH)',
             field="client",
         )
+    from dualform.layers import bare
+
     _check_model(model)
+    model = bare(model)
     info = client.index(index, timeout=timeout)
     kinds = chosen_layers(model, info, layers)
     chosen = {name: model.get_submodule(name) for name in kinds}

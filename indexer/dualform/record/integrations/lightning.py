@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch.nn.parallel import DistributedDataParallel
+
 from dualform.record.errors import OptimizerError
 from dualform.record.integrations.batches import DEFAULT, BatchColumns, Rows, Wanted
 from dualform.record.recorder import Recorder
@@ -65,8 +67,10 @@ class RecorderCallback(Callback):  # type: ignore[misc]
         self.close()
         planned = trainer.estimated_stepping_batches
         left = planned - trainer.global_step
+        wrapped = trainer.strategy.model  # where several processes train it
+        parallel = isinstance(wrapped, DistributedDataParallel)
         self.recorder = Recorder(
-            pl_module,
+            wrapped if parallel else pl_module,
             self._optimizer(trainer.optimizers),
             self._path,
             layers=self._layers,

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
+from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback
 
 from dualform.record.errors import RecordError
@@ -77,8 +78,10 @@ class RecorderCallback(TrainerCallback):  # type: ignore[misc]
             self._meet(_calling_trainer())
         self.close()
         model = given["model"]
+        wrapped = self._trainer.model_wrapped  # where several processes train it
+        parallel = isinstance(wrapped, DistributedDataParallel)
         self.recorder = Recorder(
-            model,
+            wrapped if parallel else model,
             given["optimizer"],
             self._path,
             layers=self._layers,
