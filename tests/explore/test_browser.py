@@ -11,12 +11,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import numpy as np
 import pytest
 
-from .memory import Digits
+from .memory import TEXTS, Digits
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 if CHROMIUM is None:
@@ -27,6 +29,9 @@ playwright = pytest.importorskip(
 
 from playwright.sync_api import Page, expect, sync_playwright  # noqa: E402
 
+# What a screen reader calls a control.
+NAME = """e => e.getAttribute("aria-label") || e.innerText || e.labels?.[0]?.innerText
+  || e.closest("label")?.innerText"""
 DUALFORM = Path(sys.executable).with_name("dualform")
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
 
@@ -62,7 +67,14 @@ def exploring(command: list[object], log: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def page(address: str) -> Iterator[Page]:
-    """One page for all tests. Whatever it asked for was on this machine; no script complained."""
+    """One page for all tests."""
+    with a_page() as made:
+        yield made
+
+
+@contextmanager
+def a_page() -> Iterator[Page]:
+    """A browser's page. Whatever it asked for was on this machine, and no script complained."""
     requests: list[str] = []
     trouble: list[str] = []
     with sync_playwright() as started:
@@ -78,34 +90,205 @@ def page(address: str) -> Iterator[Page]:
         yield made
         browser.close()
     assert len(requests) > 10
-    hosts = {urlsplit(each).netloc for each in requests if not each.startswith("data:")}
-    assert hosts == {urlsplit(address).netloc}
+    asked = [urlsplit(each) for each in requests]
+    assert {each.hostname for each in asked if each.scheme != "data"} == {"127.0.0.1"}
     assert not trouble
 
 
-def settled(page: Page) -> None:
-    """Nothing is being asked any more."""
-    expect(page.get_by_role("button", name="Cancel")).to_be_hidden()
-    expect(page.locator(".results")).not_to_have_class(re.compile("asking"))
+@contextmanager
+def shown(page: Page) -> Iterator[None]:
+    """What is done in the block makes the page ask; behind it, that is shown."""
+    before = page.locator(".status").get_attribute("data-shown") or "0"
+    yield
+    page.wait_for_function(f"+document.querySelector('.status').dataset.shown > {before}")
+
+
+def opened(page: Page, address: str, view: str) -> None:
+    """The page at a view's link."""
+    page.goto(f"{address}/?{view}")
+    page.wait_for_function("document.querySelector('.status')?.dataset.shown > 0")
+
+
+def chosen(page: Page, label: str, option: str) -> None:
+    """An option of a select box, picked."""
+    page.get_by_role("combobox", name=label, exact=True).click()
+    with shown(page):
+        page.get_by_role("option", name=option, exact=True).click()
+
+
+def values(page: Page, table: str, column: int) -> list[str]:
+    """A column of the first such table's body; the head of rows is column 0."""
+    cells = page.locator(table).first.locator(f"tbody tr :is(th, td):nth-child({column + 1})")
+    return cells.all_inner_texts()
 
 
 def test_pick_an_example_and_see_what_made_its_prediction(
     page: Page, address: str, digits: Digits
 ) -> None:
-    page.goto(address)
+    opened(page, address, "index=digits")
     expect(page.get_by_text("Pick an example on the left")).to_be_visible()
     expect(page.locator(".facts")).to_contain_text("SGD, 60 steps")
     expect(page.locator(".facts")).to_contain_text("exact")
-    page.get_by_role("link", name="ask about example 7", exact=True).click()
+    with shown(page):
+        page.get_by_role("link", name="ask about example 7", exact=True).click()
     expect(page.get_by_role("heading", name="Example 7", exact=True)).to_be_visible()
     label = int(digits.labels[7])
     expect(page.locator(".query")).to_contain_text(f"label {label}")
     cards = page.locator(".cards.weight li")
     expect(cards).to_have_count(6)
-    shown = page.evaluate(
+    widths = page.evaluate(
         "[...document.querySelectorAll('.query img, .cards img')]"
         ".map(each => each.complete ? each.naturalWidth : 8)"
     )
-    assert set(shown) == {8}
+    assert set(widths) == {8}
     expect(page.locator(".groups tbody tr")).to_have_count(13)
-    settled(page)
+
+
+def test_layers_classes_rows_and_numbers_are_picked(page: Page, address: str) -> None:
+    opened(page, address, "index=digits&example=7")
+    last = values(page, ".output", 1)
+    chosen(page, "layer", "0")
+    expect(page.locator(".facts")).to_contain_text("64 to 32")
+    expect(page.get_by_role("heading", name="Output of layer 0")).to_be_visible()
+    assert values(page, ".output", 1) == last
+    chosen(page, "layer", "2")
+    chosen(page, "each", "row by itself")
+    expect(page.locator(".cards.weight li").first).to_contain_text("step")
+    amount = page.get_by_label("how many")
+    amount.fill("9")
+    with shown(page):
+        amount.blur()
+    expect(page.locator(".cards.weight li")).to_have_count(9)
+    with shown(page):
+        page.get_by_role("link", name="contributions to unit 3").first.click()
+    expect(page.get_by_role("heading", name="Added most to unit 3")).to_be_visible()
+    assert "unit=3" in page.url
+
+
+def test_filters_leave_rows_out_at_once(page: Page, address: str, digits: Digits) -> None:
+    opened(page, address, "index=digits&example=7")
+    label = int(digits.labels[7])
+    before = values(page, ".output", 1)
+    with shown(page):
+        page.get_by_role("link", name=f"the output without label {label}").click()
+    chip = page.get_by_role("link", name=f"remove the filter label is null or label != {label}")
+    expect(chip).to_be_visible()
+    assert values(page, ".output", 1) == before
+    after = values(page, ".output", 3)
+    assert after != before
+    expect(page.locator(".winner").first).to_contain_text("with the filters")
+    box = page.get_by_label("only rows with")
+    box.fill("step < 30")
+    with shown(page):
+        page.get_by_role("button", name="Add filter").click()
+    expect(page.locator(".filters li")).to_have_count(2)
+    assert values(page, ".output", 3) != after
+    with shown(page):
+        chip.click()
+    expect(page.locator(".filters li")).to_have_count(1)
+    box.fill("colour = 3")
+    with shown(page):
+        box.press("Enter")
+    expect(page.locator(".refused").first).to_contain_text("colour")
+
+
+def test_the_slider_shows_any_time_of_training(page: Page, address: str) -> None:
+    opened(page, address, "index=digits&example=7")
+    trained = values(page, ".output", 1)
+    slider = page.get_by_role("slider", name="training step")
+    slider.focus()
+    with shown(page):
+        slider.press("Home")
+    expect(page.get_by_text("after 0 steps")).to_be_visible()
+    expect(page).to_have_url(re.compile("step=0"))
+    assert values(page, ".output", 1) != trained
+    expect(page.get_by_text("No rows pass the filters.").first).to_be_visible()
+    with shown(page):
+        slider.press("End")
+    expect(page.get_by_text("the trained network (60 steps)")).to_be_visible()
+    assert values(page, ".output", 1) == trained
+
+
+def test_the_reverse_is_asked_and_the_link_leads_back(page: Page, address: str) -> None:
+    opened(page, address, "index=digits&example=7&by=row")
+    other = page.locator(".cards.weight li").nth(1)
+    name = other.locator("b").inner_text()
+    here = page.url
+    with shown(page):
+        other.get_by_text("ask about it").click()
+    expect(page.get_by_role("heading", name=name.capitalize(), exact=True)).to_be_visible()
+    assert "seen=" in page.url
+    said = page.locator(".results").inner_text()
+    page.get_by_role("button", name="Copy link").click()
+    link = page.evaluate("navigator.clipboard.readText()")
+    page.evaluate("history.back()")
+    expect(page.get_by_role("heading", name="Example 7", exact=True)).to_be_visible()
+    expect(page).to_have_url(here)
+    opened(page, address, link.partition("?")[2])
+    assert page.locator(".results").inner_text() == said
+
+
+def test_a_text_shows_which_tokens_it_was(page: Page, address: str) -> None:
+    opened(page, address, "index=digits")
+    chosen(page, "index", "read")
+    page.get_by_label("id of a training example").fill("text 05")
+    with shown(page):
+        page.get_by_label("id of a training example").press("Enter")
+    expect(page.get_by_role("heading", name="Example text 05")).to_be_visible()
+    texts = page.locator(".cards.weight .text").all_inner_texts()
+    assert texts
+    assert set(texts) <= set(TEXTS)
+    expect(page.locator(".cards.weight mark").first).to_have_attribute("title", re.compile(r"\d"))
+    expect(page.get_by_text("Training named no classes")).to_be_visible()
+
+
+def test_a_query_is_uploaded_and_the_lines_are_copied(
+    page: Page, address: str, digits: Digits, tmp_path: Path
+) -> None:
+    opened(page, address, "index=digits&layer=0&example=7")
+    weights = page.locator(".cards.weight").inner_text()
+    with page.expect_download() as coming:
+        page.get_by_role("button", name="Download query.npy").click()
+    coming.value.save_as(tmp_path / "query.npy")
+    assert np.array_equal(np.load(tmp_path / "query.npy")[0], digits.images[7].numpy())
+    with shown(page):
+        page.locator("input[type=file]").set_input_files(tmp_path / "query.npy")
+    expect(page.get_by_text("query 0 of 1 in query.npy")).to_be_visible()
+    assert page.locator(".cards.weight").inner_text() == weights
+    page.get_by_role("button", name="Copy Python").click()
+    expect(page.get_by_text("Copied.")).to_be_visible()
+    lines = page.evaluate("navigator.clipboard.readText()")
+    assert "client.top_groups(" in lines
+    (tmp_path / "broken.npy").write_bytes(b"nothing")
+    page.locator("input[type=file]").set_input_files(tmp_path / "broken.npy")
+    expect(page.locator(".trouble")).to_contain_text("broken.npy can't be read")
+
+
+def test_trouble_is_said(page: Page, address: str) -> None:
+    for view, words in (
+        ("index=broken", "is not an index"),
+        ("index=nowhere", "there are digits, read, broken"),
+        ("index=digits&layer=9", "has no layer '9'; it has 0, 2"),
+        ("index=digits&example=99999", "no row of example 99999"),
+        ("index=digits&example=7&k=999", "1 to 60 are shown"),
+    ):
+        page.goto(f"{address}/?{view}")
+        expect(page.locator(".trouble")).to_contain_text(words)
+
+
+def test_keys_labels_light_and_dark(page: Page, address: str) -> None:
+    opened(page, address, "index=digits&example=7")
+    for control in ("combobox", "slider", "textbox", "button", "spinbutton"):
+        for each in page.get_by_role(control).all():  # type: ignore[arg-type]
+            if each.is_visible():
+                assert each.evaluate(NAME), each.evaluate("e => e.outerHTML")
+    page.locator(".offer").first.focus()
+    with shown(page):
+        page.keyboard.press("Enter")
+    expect(page.get_by_role("heading", name="Example 0", exact=True)).to_be_visible()
+    colour = "getComputedStyle(document.body).backgroundColor"
+    before = page.evaluate(colour)
+    page.get_by_role("button", name="Light or dark").click()
+    page.wait_for_function(f"{colour} !== {before!r}")
+    page.get_by_role("button", name="Light or dark").click()
+    page.wait_for_function(f"{colour} === {before!r}")

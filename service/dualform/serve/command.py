@@ -7,10 +7,12 @@ import logging
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from dualform.serve import policy
 from dualform.serve.config import ConfigError, ServerConfig
+from dualform.serve.explorer import Explorer, check_installed
 
 if TYPE_CHECKING:
     from dualform.engine.messages.catalog import Catalog
@@ -43,6 +45,7 @@ def run(config: ServerConfig, again: Callable[[], ServerConfig] | None = None) -
     from dualform.serve.server import open_catalog
 
     try:
+        check_installed(config.explore)
         catalog = open_catalog(config)
         try:
             _report(catalog)
@@ -67,6 +70,7 @@ def check(config: ServerConfig) -> int:
     from dualform.serve.tls import Certificates
 
     try:
+        check_installed(config.explore)
         Access(config.tokens)
         if config.tls is not None:
             Certificates(config.tls)
@@ -117,7 +121,8 @@ async def _serve(
     try:
         address = await server.start()
         print(f"listening on {address}", flush=True)
-        await stop.wait()
+        async with Explorer(config.explore, address) if config.explore else nullcontext():
+            await stop.wait()
         _LOG.info("draining: no new questions; running ones finish first")
         await server.drain(hurry)
         _LOG.info("drained")

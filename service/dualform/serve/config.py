@@ -118,6 +118,7 @@ class ServerConfig:
             no limit.
         telemetry: Trace calls with OpenTelemetry, as its own environment variables say.
         ray: Shards are opened by Ray's actors; see `RayActors`. None opens them in this process.
+        explore: The page in the browser: True for 127.0.0.1:8080, or "HOST:PORT" on loopback.
         log: "text" or "json" lines.
 
     Raises:
@@ -142,6 +143,7 @@ class ServerConfig:
     memory: int | None = None
     telemetry: bool = False
     ray: RayActors | None = None
+    explore: bool | str = False
     log: str = "text"
 
     def __post_init__(self) -> None:
@@ -174,6 +176,22 @@ class ServerConfig:
             )
         if self.memory is not None:
             _check_integer("memory", self.memory, 1, 1 << 60)
+        self._check_explore()
+
+    def _check_explore(self) -> None:
+        if isinstance(self.explore, str):
+            if not _is_loopback(split_address("explore", self.explore)[0]):
+                raise ConfigError(
+                    f"explore is {self.explore!r}: the page asks nobody who they are, so it is on "
+                    "this machine alone, such as 127.0.0.1:8080"
+                )
+        elif not isinstance(self.explore, bool):
+            raise ConfigError(f"explore is {self.explore!r}; allowed are true, false and HOST:PORT")
+        if self.explore and (self.tls is not None or self.tokens is not None):
+            raise ConfigError(
+                "explore goes without tls and tokens: everyone on this machine would see what only "
+                "they may ask; run `dualform explore --server HOST:PORT` with a token of its own"
+            )
 
     @property
     def host(self) -> str:

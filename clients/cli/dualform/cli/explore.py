@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +37,8 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="of this machine (default 127.0.0.1)")
     parser.add_argument("--port", type=int, default=8080, help="0 for a free one (default 8080)")
     parser.add_argument("--open", action="store_true", help="open it in the browser")
+    # For a server that begins it: the page ends with its standard input.
+    parser.add_argument("--while-read", action="store_true", help=argparse.SUPPRESS)
     parser.set_defaults(run=_run, parser=parser)
 
 
@@ -55,7 +61,14 @@ def _run(options: argparse.Namespace) -> int:
         sources = LocalSources(paths)
     else:
         sources = _served(options)
+    if options.while_read:
+        threading.Thread(target=_end_with_input, daemon=True).start()
     return run(sources, host=options.host, port=options.port, browse=options.open)
+
+
+def _end_with_input() -> None:
+    sys.stdin.buffer.read()
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _served(options: argparse.Namespace) -> Any:

@@ -132,9 +132,11 @@ async def _payload(sources: Sources, index: str, example: str) -> Response:
     """A picture that was kept, as a picture and nothing else."""
     headers = {"X-Content-Type-Options": "nosniff", "Cache-Control": "private, max-age=3600"}
     try:
-        source = next(each for each in await sources.listed() if each.name == index)
+        source = await sources.named(index)
+        if source is None:
+            return Response(status_code=404)
         kept: Any = (await source.asked().examples([json.loads(example)], index=source.index))[0]
-    except (StopIteration, ValueError):
+    except ValueError:
         return Response(status_code=404)
     except DualformError:
         return Response(status_code=503)

@@ -18,7 +18,9 @@ def number(value: float | None) -> str:
     """Four digits, as people read them; a dash where there is none."""
     if value is None:
         return "\N{EN DASH}"
-    return f"{value:,.4g}".replace("-", MINUS)
+    size = abs(value)
+    text = f"{value:,.0f}" if 1e4 <= size < 1e9 else f"{value:,.4g}"
+    return text.replace("-", MINUS)
 
 
 def named(value: object) -> str:

@@ -36,6 +36,9 @@ _FOLLOW = """(event) => {
   event.preventDefault();
   emit(link.getAttribute("href"));
 }"""
+_VALUE = "(event) => emit(event.target.value)"
+_NAME_UPLOAD = """document.querySelector(".q-uploader__input")
+  ?.setAttribute("aria-label", "upload a .npy or .csv file")"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,9 +69,13 @@ class Page:
         self._began = 0.0
         self._step = ""
         self._setting = False
-        self._steps = 0
+        self._steps = self._shown = 0
         self._lay_out()
-        ui.timer(0.01, lambda: self.show(self._view, new=False), once=True)
+        ui.timer(0.01, self._begin, once=True)
+
+    def _begin(self) -> None:
+        ui.run_javascript(_NAME_UPLOAD)
+        self.show(self._view, new=False)
 
     def _lay_out(self) -> None:
         ui.add_css(_CSS)
@@ -113,9 +120,10 @@ class Page:
         with ui.element("div").classes("controls"):
             with ui.element("div").classes("time"):
                 self._when = ui.label("").classes("control-label")
-                self._slider = ui.slider(min=0, max=1, value=1).props('aria-label="training step"')
-                self._slider.on("change", self._pick_step)
-                self._slider.on_value_change(self._say_step)
+                self._slider = ui.element("input").classes("slider")
+                self._slider.props('type=range min=0 max=1 value=1 aria-label="training step"')
+                self._slider.on("input", self._say_step, js_handler=_VALUE)
+                self._slider.on("change", self._pick_step, js_handler=_VALUE)
             self._by = self._select("each", self._pick_by)
             self._by.set_options({"example": "example, rows added up", "row": "row by itself"})
             self._k = ui.number("how many", min=1, max=MOST_SHOWN, precision=0, format="%d")
@@ -127,7 +135,7 @@ class Page:
             self._where.on("keydown.enter", self._add_filter)
             ui.button("Add filter", on_click=self._add_filter).props("outline no-caps")
             self._filters = self._linking("filters-list").style("flex-basis: 100%")
-        with ui.element("div").classes("status"):
+        with ui.element("div").classes("status") as self._state:
             self._spinner = ui.spinner(size="1.4em").props('aria-hidden="true"')
             self._status = ui.label("").props('role="status" aria-live="polite"')
             self._cancel = ui.button("Cancel", on_click=self._give_up).props(
@@ -192,8 +200,8 @@ class Page:
     def _pick_k(self) -> None:
         self._picked(replace(self._view, k=min(max(int(self._k.value or 1), 1), MOST_SHOWN)))
 
-    def _pick_step(self) -> None:
-        step = int(self._slider.value)
+    def _pick_step(self, event: events.GenericEventArguments) -> None:
+        step = int(event.args)
         self._picked(replace(self._view, step=None if step >= self._steps else step))
 
     def _pick_id(self) -> None:
@@ -251,6 +259,7 @@ class Page:
         self._view = view
         if new:
             ui.navigate.history.push(view.link() or "?")
+        self._busy(True)
         self._task = asyncio.create_task(self._showing(view))
 
     async def _showing(self, view: View) -> None:
@@ -258,7 +267,6 @@ class Page:
         self._began = time.monotonic()
         self._trouble.set_content("")
         self._again.visible = False
-        self._busy(True)
         try:
             await self._ask(view)
             self._status.set_text("")
@@ -274,6 +282,9 @@ class Page:
         finally:
             if self._task is me:
                 self._busy(False)
+                # How many views were shown or refused, for those who wait for one.
+                self._shown += 1
+                self._state.props(f"data-shown={self._shown}")
 
     async def _ask(self, view: View) -> None:
         self._tell("the indexes")
@@ -341,11 +352,10 @@ class Page:
         self._setting = True
         self._k.value = view.k
         self._steps = max(info.steps, 1)
-        self._slider._props["max"] = self._steps
-        self._slider.value = self._steps if view.step is None else min(view.step, self._steps)
-        self._slider.update()
         self._setting = False
-        self._say_step()
+        step = self._steps if view.step is None else min(view.step, self._steps)
+        self._slider.props(f"max={self._steps} value={step}")
+        self._tell_step(step)
         self._facts.set_content(sections.facts(info, layer))
         self._filters.set_content(_chips(view))
 
@@ -354,8 +364,10 @@ class Page:
         select.set_options(options, value=value if value in options else None)
         self._setting = False
 
-    def _say_step(self) -> None:
-        step = int(self._slider.value)
+    def _say_step(self, event: events.GenericEventArguments) -> None:
+        self._tell_step(int(event.args))
+
+    def _tell_step(self, step: int) -> None:
         trained = step >= self._steps
         self._when.set_text(
             f"the trained network ({self._steps:,} steps)" if trained else f"after {step:,} steps"

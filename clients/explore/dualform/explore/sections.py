@@ -226,11 +226,11 @@ def whole(answer: Answer, view: View, version: str) -> str:
     return (
         f'<section class="query">{query(answer.query, view, version)}</section>'
         f'<section class="prediction">{first}</section>'
-        f'<section class="behind">'
-        f"{behind(answer.by_weight, 'Largest weights', view, version, 'weight')}</section>"
-        f'<section class="behind">'
-        f"{behind(answer.by_contribution, f'Added most{unit}', view, version, 'contribution')}"
-        f'</section><section class="wide">{groups(answer.groups, answer.unit, view)}</section>'
+        '<section class="both">'
+        f"<div>{behind(answer.by_weight, 'Largest weights', view, version, 'weight')}</div>"
+        f"<div>{behind(answer.by_contribution, f'Added most{unit}', view, version, 'contribution')}"
+        "</div></section>"
+        f'<section class="wide">{groups(answer.groups, answer.unit, view)}</section>'
         f'<section class="wide">{parts(answer.parts, view)}</section>'
     )
 

@@ -50,6 +50,10 @@ class LocalSources:
         """All of them, those that are damaged with the reason."""
         return [await self._looked_at(source) for source in self._sources]
 
+    async def named(self, name: str) -> Source | None:
+        """One of them, as it was opened."""
+        return next((each for each in self._sources if each.name == name), None)
+
     async def close(self) -> None:
         """Gives back what was opened."""
         for source in self._sources:
@@ -85,6 +89,7 @@ class ServerSources:
 
     def __init__(self, client: AsyncClient, python: str, command: tuple[str, ...]) -> None:
         self._client, self._python, self._command = client, python, command
+        self._latest: Sequence[Source] = []
 
     async def listed(self) -> Sequence[Source]:
         """All of them, those that are damaged with the reason.
@@ -93,7 +98,7 @@ class ServerSources:
             DualformError: The server does not answer.
         """
         found = await self._client.indexes(timeout=10)
-        return [
+        self._latest = [
             Source(
                 each.name,
                 each.name,
@@ -104,6 +109,12 @@ class ServerSources:
             )
             for each in found
         ]
+        return self._latest
+
+    async def named(self, name: str) -> Source | None:
+        """One of them, as it was listed last."""
+        listed = self._latest or await self.listed()
+        return next((each for each in listed if each.name == name), None)
 
     async def close(self) -> None:
         """Gives back the connection."""
