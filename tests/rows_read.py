@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dualform.engine.devices import flat
 from dualform.engine.memory import shards
-from dualform.engine.topk import flat
 from dualform.engine.topk import scan as topk
 
 

@@ -192,7 +192,7 @@ def test_bounds_hold_for_every_row_and_rule_most_out(
     coefficients = sketched.ledger_coefficients("0", sketched.steps)
     directions = None if along == "unit" else g
     contribution = Contribution(coefficients, 3, directions)
-    c, of_bias = contribution.factors(layer.space.steps, torch.device("cpu"))
+    c, of_bias = contribution.factors(layer.space.steps)
     exact = (c[:, None] * (keys @ queries.double().T) + of_bias[:, None]) * (values @ g.double().T)
     merits = merit(exact, order)
 

@@ -129,7 +129,7 @@ def test_sums_say_where_they_come_from(low_rank: Path) -> None:
             assert caught.value.field == "strategy"
         assert index.sums("fc", question(), "label", absolute=True).plan.strategy == "scan"
         with pytest.raises(
-            InvalidArgumentError, match="none of 'auto', 'key_sums', 'distinct_keys', 'scan'"
+            InvalidArgumentError, match="none of 'auto', 'key_sums', 'distinct_keys', 'device'"
         ):
             index.sums("fc", question(), "label", strategy="flat")  # type: ignore[arg-type]
 

@@ -16,10 +16,10 @@ from synthetic import make_index
 
 from dualform.client import parse_filter
 from dualform.engine import Index
+from dualform.engine.devices import flat as engine_flat
 from dualform.engine.errors import InvalidArgumentError
 from dualform.engine.memory.sketch import Basis, SketchedQueries
 from dualform.engine.memory.tiles import Tile
-from dualform.engine.topk import flat as engine_flat
 from dualform.engine.topk import scan as engine_topk
 from dualform.engine.topk import scoring as engine_scoring
 from dualform.engine.topk.scoring import Scores

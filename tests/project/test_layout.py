@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "cli": {"serve", "client", "plot", "explore", "engine", "record", "index", "store", "v1"},
 }
 # The rooms of the engine, from the lowest up; a file may use its own room and those before it.
-ROOMS = ["rows", "memory", "plan", "totals", "topk", "groups", "api", "messages"]
+ROOMS = ["rows", "memory", "plan", "devices", "totals", "topk", "groups", "api", "messages"]
 # What all of them may use.
 COMMON = {"errors", "context", "threads"}
 # What every part may use: files of the package itself.

@@ -33,7 +33,6 @@ from dualform.engine.totals.row_parts import WeightedValues
 from dualform.store.grouping import Grouping
 from dualform.store.ledger import Coefficients
 
-CPU = torch.device("cpu")
 LABELS = ["a", "b", "c", None]
 STEPS = 5
 ORDERS = ("largest", "smallest", "absolute")
@@ -88,7 +87,7 @@ class Memory:
     def merged(self, make: Callable[[], Reducer], live: bool) -> object:
         """The answer of one to four reducers that took some tiles each, merged in any order."""
         reducers = [make() for _ in range(self.rng.integers(1, 5))]
-        folds = [Fold(torch.from_numpy(self.queries), [each], CPU) for each in reducers]
+        folds = [Fold(torch.from_numpy(self.queries), [each]) for each in reducers]
         for tile in self.tiles(live):
             folds[self.rng.integers(len(folds))].take(tile)
         while len(reducers) > 1:
@@ -242,9 +241,9 @@ def test_sums_counts_and_key_sums(memory: Memory, data: st.DataObject) -> None:
         cells = [[0.0 if value < 3 else 3.0 for value in memory.columns["noise"]]]  # type: ignore
         values = [0.0, 3.0]
     live = kind == "live"
-    sums = memory.merged(lambda: GroupSum(len(queries), Groups(by), absolute, CPU), live)
+    sums = memory.merged(lambda: GroupSum(len(queries), Groups(by), absolute), live)
     counts = memory.merged(lambda: GroupCount(Groups(by)), live)
-    key_sums = memory.merged(lambda: KeySum(queries.shape[1], Groups(by), CPU), live)
+    key_sums = memory.merged(lambda: KeySum(queries.shape[1], Groups(by)), live)
     weights = memory.queries.astype(np.float64) @ memory.keys.T.astype(np.float64)
     terms = np.abs(memory.queries).astype(np.float64) @ np.abs(memory.keys).T
     for g, value in enumerate(values):
@@ -271,7 +270,7 @@ def test_outputs(memory: Memory, data: st.DataObject) -> None:
     if kind == "known":
         by = grouping(memory, "noise")
     found = memory.merged(
-        lambda: WeightedValues(len(memory.queries), 3, coefficients, Groups(by), CPU),
+        lambda: WeightedValues(len(memory.queries), 3, coefficients, Groups(by)),
         kind != "known",
     )
     assert isinstance(found, np.ndarray)
@@ -303,7 +302,7 @@ def test_sums_of_contributions(memory: Memory, data: st.DataObject) -> None:
     )
     by: Grouping | str = "example" if live else grouping(memory, "example")
     found = memory.merged(
-        lambda: ContributionSum(len(memory.queries), Groups(by), contribution, CPU), live
+        lambda: ContributionSum(len(memory.queries), Groups(by), contribution), live
     )
     assert isinstance(found, np.ndarray)
     g = direction.astype(np.float64) if along else np.eye(3)[[1] * len(memory.queries)]
@@ -333,11 +332,11 @@ def test_sums_over_distinct_keys(memory: Memory, data: st.DataObject) -> None:
         by = table.grouping("label")
         standing = first[equal.reshape(-1)] if len(rows) else np.zeros(0, np.int64)
         pairs = Pairs.count(standing, np.ones(len(rows), bool), by)
-        found.append(DistinctSum(len(queries), by, pairs, absolute, CPU))
+        found.append(DistinctSum(len(queries), by, pairs, absolute))
         if len(rows):
             own = np.unique(first)
             tile = Tile(table, own, torch.from_numpy(keys[own]), None, 1e3)
-            Fold(queries, [found[-1]], CPU).take(tile)
+            Fold(queries, [found[-1]]).take(tile)
     found[0].merge(found[1])
     weights = memory.queries.astype(np.float64) @ memory.keys.T.astype(np.float64)
     terms = np.abs(memory.queries).astype(np.float64) @ np.abs(memory.keys).T
@@ -389,13 +388,13 @@ def test_an_index_its_shards_and_what_is_not_in_it(
             for shard in layer.shards:
                 reducers.append(TopK(queries, known, layer))
                 for tile in shard.tiles(np.ones(shard.rows, bool), len(queries)):
-                    Fold(queries, [reducers[-1]], CPU).take(tile)
+                    Fold(queries, [reducers[-1]]).take(tile)
             rest = np.arange(part, rows)
             if len(rest):
                 reducers.append(TopK(queries, by_column))
                 keys = torch.from_numpy(memory.keys[rest])
                 tile = Tile(memory.table(rest), np.arange(len(rest)), keys, None, 1e3)
-                Fold(queries, [reducers[-1]], CPU).take(tile)
+                Fold(queries, [reducers[-1]]).take(tile)
             memory.rng.shuffle(reducers)  # type: ignore[arg-type]
             for other in reducers[1:]:
                 reducers[0].merge(other)
@@ -435,10 +434,8 @@ def test_other_questions_are_not_merged() -> None:
     with pytest.raises(ValueError, match="the other does not"):
         best.merge(TopK(queries, Ranking(3, "largest", "label")))
     some = LayerCoefficients(Coefficients(1.0, 0.0, np.ones(STEPS)), None)
-    ours, theirs = (
-        ContributionSum(1, Groups("a"), Contribution(some, unit), CPU) for unit in (0, 1)
-    )
+    ours, theirs = (ContributionSum(1, Groups("a"), Contribution(some, unit)) for unit in (0, 1))
     with pytest.raises(ValueError, match="same question"):
         ours.merge(theirs)
     with pytest.raises(ValueError, match="signed and absolute"):
-        GroupSum(1, Groups("a"), True, CPU).merge(GroupSum(1, Groups("a"), False, CPU))
+        GroupSum(1, Groups("a"), True).merge(GroupSum(1, Groups("a"), False))

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from dualform.engine.memory.fold import Reducer
 from dualform.engine.memory.tiles import Tile
@@ -16,8 +15,6 @@ from dualform.engine.totals.followed import FOLLOWED_BYTES
 from dualform.engine.totals.group_sums import GroupCount, GroupSum, KeySum
 from dualform.engine.totals.row_parts import WeightedValues
 from dualform.replay.errors import ReplayError
-
-CPU = torch.device("cpu")
 
 Group = int | float | str | bool | None
 """A value of a metadata column; None where not annotated."""
@@ -149,7 +146,7 @@ class Sums(Answer):
 
     def __init__(self, queries: int, group_by: str, absolute: bool) -> None:
         self._groups = Groups(group_by)
-        self._total = GroupSum(queries, self._groups, absolute, CPU)
+        self._total = GroupSum(queries, self._groups, absolute)
         self._count = GroupCount(self._groups)
         super().__init__(self._total, self._count)
 
@@ -251,7 +248,7 @@ class KeySums(Answer):
 
     def start(self, d_in: int) -> None:
         """The length of a key is known."""
-        self._total = KeySum(d_in, self._groups, CPU)
+        self._total = KeySum(d_in, self._groups)
         self._count = GroupCount(self._groups)
         self.reducers = (self._total, self._count)
 

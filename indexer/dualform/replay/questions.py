@@ -12,7 +12,7 @@ from dualform.engine.errors import InvalidArgumentError
 from dualform.engine.memory.fold import Fold
 from dualform.engine.memory.tiles import Tile
 from dualform.engine.rows.table import Table
-from dualform.replay.answers import CPU, Answer, DualOutput
+from dualform.replay.answers import Answer, DualOutput
 from dualform.replay.errors import ReplayError
 from dualform.replay.followed import FollowedOutput
 from dualform.v1 import attribution_pb2 as pb
@@ -62,7 +62,7 @@ class Asked:
     def __init__(self, queries: torch.Tensor) -> None:
         self.queries = queries
         self.questions: list[Question] = []
-        self._fold = Fold(queries, [], CPU)
+        self._fold = Fold(queries, [])
 
     def take(self, tile: Tile) -> None:
         """Fold a tile into every answer: also where it has no rows, for it may have new groups."""

@@ -21,7 +21,7 @@ from dualform.engine.totals.row_parts import WeightedValues
 from dualform.optimizers import LayerRun, layer_state
 from dualform.record import StepBatch
 from dualform.record.sink import State
-from dualform.replay.answers import CPU, Answer, DualOutput, Sums, TopK
+from dualform.replay.answers import Answer, DualOutput, Sums, TopK
 from dualform.replay.errors import DivergedError, ReplayError
 from dualform.replay.first_run import FirstRun, step_digests
 from dualform.replay.followed import FollowedOutput
@@ -208,7 +208,7 @@ class Replay:
             if name.removeprefix("momentum:") in names
         }
         initial = initial_part(spec, state, coefficients, checked)
-        rows = WeightedValues(len(checked), spec.d_out, coefficients, groups, CPU)
+        rows = WeightedValues(len(checked), spec.d_out, coefficients, groups)
         answer = DualOutput(initial, rows, groups)
         return self._add(layer, checked, answer, filter_of(where), end, columns)
 

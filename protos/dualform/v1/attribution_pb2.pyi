@@ -63,6 +63,7 @@ class Strategy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     STRATEGY_DISTINCT_KEYS: _ClassVar[Strategy]
     STRATEGY_REBUILT: _ClassVar[Strategy]
     STRATEGY_PARTS: _ClassVar[Strategy]
+    STRATEGY_DEVICE: _ClassVar[Strategy]
 DATA_TYPE_UNSPECIFIED: DataType
 DATA_TYPE_FLOAT32: DataType
 DATA_TYPE_FLOAT64: DataType
@@ -100,6 +101,7 @@ STRATEGY_KEY_SUMS: Strategy
 STRATEGY_DISTINCT_KEYS: Strategy
 STRATEGY_REBUILT: Strategy
 STRATEGY_PARTS: Strategy
+STRATEGY_DEVICE: Strategy
 
 class Tensor(_message.Message):
     __slots__ = ("dtype", "shape", "data")
@@ -242,7 +244,7 @@ class InexactMark(_message.Message):
     def __init__(self, from_step: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class LayerInfo(_message.Message):
-    __slots__ = ("name", "kind", "d_in", "d_out", "bias", "rows", "row_space", "values", "columns", "inexact", "dropped")
+    __slots__ = ("name", "kind", "d_in", "d_out", "bias", "rows", "row_space", "values", "columns", "inexact", "dropped", "residences")
     class DroppedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -261,6 +263,7 @@ class LayerInfo(_message.Message):
     COLUMNS_FIELD_NUMBER: _ClassVar[int]
     INEXACT_FIELD_NUMBER: _ClassVar[int]
     DROPPED_FIELD_NUMBER: _ClassVar[int]
+    RESIDENCES_FIELD_NUMBER: _ClassVar[int]
     name: str
     kind: str
     d_in: int
@@ -272,7 +275,36 @@ class LayerInfo(_message.Message):
     columns: _containers.RepeatedCompositeFieldContainer[ColumnInfo]
     inexact: _containers.RepeatedCompositeFieldContainer[InexactMark]
     dropped: _containers.ScalarMap[str, int]
-    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., d_in: _Optional[int] = ..., d_out: _Optional[int] = ..., bias: bool = ..., rows: _Optional[int] = ..., row_space: _Optional[int] = ..., values: bool = ..., columns: _Optional[_Iterable[_Union[ColumnInfo, _Mapping]]] = ..., inexact: _Optional[_Iterable[_Union[InexactMark, _Mapping]]] = ..., dropped: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    residences: _containers.RepeatedCompositeFieldContainer[Residence]
+    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., d_in: _Optional[int] = ..., d_out: _Optional[int] = ..., bias: bool = ..., rows: _Optional[int] = ..., row_space: _Optional[int] = ..., values: bool = ..., columns: _Optional[_Iterable[_Union[ColumnInfo, _Mapping]]] = ..., inexact: _Optional[_Iterable[_Union[InexactMark, _Mapping]]] = ..., dropped: _Optional[_Mapping[str, int]] = ..., residences: _Optional[_Iterable[_Union[Residence, _Mapping]]] = ...) -> None: ...
+
+class Residence(_message.Message):
+    __slots__ = ("device", "rows", "key_bytes", "value_bytes")
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    KEY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    VALUE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    device: str
+    rows: int
+    key_bytes: int
+    value_bytes: int
+    def __init__(self, device: _Optional[str] = ..., rows: _Optional[int] = ..., key_bytes: _Optional[int] = ..., value_bytes: _Optional[int] = ...) -> None: ...
+
+class DeviceInfo(_message.Message):
+    __slots__ = ("name", "title", "memory_bytes", "budget_bytes", "used_bytes", "refused")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TITLE_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    title: str
+    memory_bytes: int
+    budget_bytes: int
+    used_bytes: int
+    refused: str
+    def __init__(self, name: _Optional[str] = ..., title: _Optional[str] = ..., memory_bytes: _Optional[int] = ..., budget_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., refused: _Optional[str] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("every", "sample", "seed", "zero_rows")
@@ -287,7 +319,7 @@ class Sampling(_message.Message):
     def __init__(self, every: _Optional[int] = ..., sample: _Optional[float] = ..., seed: _Optional[int] = ..., zero_rows: bool = ...) -> None: ...
 
 class IndexInfo(_message.Message):
-    __slots__ = ("name", "health", "health_reason", "steps", "optimizer", "layers", "version", "sampling")
+    __slots__ = ("name", "health", "health_reason", "steps", "optimizer", "layers", "version", "sampling", "devices")
     NAME_FIELD_NUMBER: _ClassVar[int]
     HEALTH_FIELD_NUMBER: _ClassVar[int]
     HEALTH_REASON_FIELD_NUMBER: _ClassVar[int]
@@ -296,6 +328,7 @@ class IndexInfo(_message.Message):
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    DEVICES_FIELD_NUMBER: _ClassVar[int]
     name: str
     health: Health
     health_reason: str
@@ -304,7 +337,8 @@ class IndexInfo(_message.Message):
     layers: _containers.RepeatedCompositeFieldContainer[LayerInfo]
     version: str
     sampling: Sampling
-    def __init__(self, name: _Optional[str] = ..., health: _Optional[_Union[Health, str]] = ..., health_reason: _Optional[str] = ..., steps: _Optional[int] = ..., optimizer: _Optional[str] = ..., layers: _Optional[_Iterable[_Union[LayerInfo, _Mapping]]] = ..., version: _Optional[str] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ...) -> None: ...
+    devices: _containers.RepeatedCompositeFieldContainer[DeviceInfo]
+    def __init__(self, name: _Optional[str] = ..., health: _Optional[_Union[Health, str]] = ..., health_reason: _Optional[str] = ..., steps: _Optional[int] = ..., optimizer: _Optional[str] = ..., layers: _Optional[_Iterable[_Union[LayerInfo, _Mapping]]] = ..., version: _Optional[str] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., devices: _Optional[_Iterable[_Union[DeviceInfo, _Mapping]]] = ...) -> None: ...
 
 class Plan(_message.Message):
     __slots__ = ("strategy", "reason", "costs")

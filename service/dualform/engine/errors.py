@@ -108,4 +108,5 @@ _NO_MEMORY = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "std::bad_alloc",  # FAISS
     "Failed to cudaMalloc",  # FAISS on a GPU
+    "StandardGpuResources: alloc fail",
 )

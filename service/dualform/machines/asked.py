@@ -102,7 +102,7 @@ def attributed_sums(here: Here, question: AttributeQuestion) -> tuple[pa.Array, 
     with here.index.using(layer) as opened:
         grouping = layer.space.grouping(question.by, "by")
         one = prepare_layer(opened, layer, asked, grouping, question, here.stop)
-        return grouping.values, layer_sums(one, 0, question.inputs, opened.device, here.stop)
+        return grouping.values, layer_sums(one, 0, question.inputs, here.stop)
 
 
 @dataclass(frozen=True)
@@ -169,9 +169,7 @@ def added(here: Here, question: OutputQuestion, start: int, grouped: bool) -> Ad
         grouping = None
         if grouped and question.group_by is not None:
             grouping = layer.space.grouping(question.group_by)
-        values = rows_part(
-            layer, queries, coefficients, grouping, selected, opened.device, here.stop
-        )
+        values = rows_part(layer, queries, coefficients, grouping, selected, here.stop)
         return Added(None if grouping is None else grouping.values, values)
 
 

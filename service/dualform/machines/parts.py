@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 
 from dualform.engine.api.index import Index
+from dualform.engine.devices.devices import Devices
 from dualform.engine.errors import FailedPreconditionError
 from dualform.engine.messages.versions import version_at
+from dualform.questions.placement import GPU_MEMORY
 from dualform.store.index import IndexManifest, RowSpace
 
 Ranges = tuple[tuple[int, int], ...]
@@ -24,14 +27,16 @@ class Part:
         path: The index's directory, the same on every machine.
         version: First digits of its manifest's SHA-256.
         shards: For each row space, which.
-        device: As `Index.open` takes it.
+        device: As `dualform.questions.placement.device_names` gives it.
+        gpu_memory: As `Index.open` takes it.
         use_faiss: Likewise.
     """
 
     path: Path
     version: str
     shards: tuple[Ranges, ...]
-    device: str = "auto"
+    device: str | tuple[str, ...] = "auto"
+    gpu_memory: float | str = GPU_MEMORY
     use_faiss: bool = True
 
     def numbers(self, space: int) -> list[int]:
@@ -54,7 +59,14 @@ class Part:
                 reason="OTHER_VERSION",
             )
         numbers = [self.numbers(space) for space in range(len(self.shards))]
-        return Index.open(self.path, device=self.device, use_faiss=self.use_faiss, shards=numbers)
+        devices = _devices(self.device, self.gpu_memory)
+        return Index.open(self.path, devices=devices, use_faiss=self.use_faiss, shards=numbers)
+
+
+@cache
+def _devices(device: str | tuple[str, ...], gpu_memory: float | str) -> Devices:
+    """Those of this process: its indexes share their memory."""
+    return Devices.find(device, gpu_memory)
 
 
 def split(manifest: IndexManifest, machines: int) -> list[tuple[Ranges, ...]]:

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-import torch
-
 from dualform.engine.api.index import Index, answer
 from dualform.engine.api.opened import Opened, query_tensor
 from dualform.engine.api.results import (
@@ -19,6 +17,7 @@ from dualform.engine.api.results import (
     TopK,
     WeightsChunk,
 )
+from dualform.engine.devices.devices import Devices
 from dualform.engine.errors import DataLossError, EngineError, FailedPreconditionError
 from dualform.engine.memory.layer import Layer
 from dualform.engine.memory.shards import Stop
@@ -41,6 +40,7 @@ from dualform.questions import (
     SumsQuestion,
     TopKQuestion,
 )
+from dualform.questions.placement import GPU_MEMORY, device_names
 from dualform.store.index import IndexManifest
 
 Parts = Sequence["tuple[int, Part]"]
@@ -51,17 +51,23 @@ class Machines:
 
     Args:
         fleet: Who they are.
-        device: Where each multiplies, as `Index.open` takes it.
+        device, gpu_memory: Of each, as `Index.open` takes them.
         count: On how many of them; None for all.
     """
 
-    def __init__(self, fleet: Fleet, device: str = "auto", count: int | None = None) -> None:
-        self._fleet, self._device = fleet, device
+    def __init__(
+        self,
+        fleet: Fleet,
+        device: str | Sequence[str] = "auto",
+        count: int | None = None,
+        gpu_memory: float | str = GPU_MEMORY,
+    ) -> None:
+        self._fleet, self._device, self._gpu_memory = fleet, device_names(device), gpu_memory
         self._count = fleet.count if count is None else count
 
     def open(self, version: Version) -> SpreadIndex:
         """Open an index on them: see `dualform.engine.messages.catalog.Opener`."""
-        return SpreadIndex(version, self._fleet, self._device, self._count)
+        return SpreadIndex(version, self._fleet, self._count, self._device, self._gpu_memory)
 
     def close(self) -> None:
         """End them."""
@@ -77,20 +83,26 @@ class SpreadIndex(Index):
     Args:
         version: Of the index.
         fleet: The machines.
-        device: As `Index.open` takes it.
         count: On how many of them.
+        device, gpu_memory: As `Part` has them.
     """
 
-    def __init__(self, version: Version, fleet: Fleet, device: str, count: int) -> None:
+    def __init__(
+        self,
+        version: Version,
+        fleet: Fleet,
+        count: int,
+        device: str | tuple[str, ...] = "auto",
+        gpu_memory: float | str = GPU_MEMORY,
+    ) -> None:
         manifest = IndexManifest.load(version.path)
         none: list[tuple[int, ...]] = [()] * len(manifest.spaces)
-        cpu = torch.device("cpu")
-        super().__init__(version.path, device=cpu, use_faiss=False, shards=none)
+        super().__init__(version.path, devices=Devices(), use_faiss=False, shards=none)
         self._here, self._opened = self._opened, cast(Opened, _NotHere())
         self._rowless, self._published = self.layers, manifest
         self._fleet, self.machines = fleet, count
         self._parts = [
-            (seat, Part(version.path, version.name, shards, device))
+            (seat, Part(version.path, version.name, shards, device, gpu_memory))
             for seat, shards in enumerate(split(manifest, count))
             if any(shards)
         ]

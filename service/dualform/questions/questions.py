@@ -20,9 +20,9 @@ from dualform.v1 import attribution_pb2 as pb
 
 Order = Literal["largest", "smallest", "absolute"]
 RankBy = Literal["weight", "contribution"]
-TopKStrategy = Literal["auto", "certified", "distinct_keys", "flat", "scan"]
-SumsStrategy = Literal["auto", "key_sums", "distinct_keys", "scan"]
-OutputStrategy = Literal["auto", "rebuilt", "parts", "scan"]
+TopKStrategy = Literal["auto", "certified", "device", "distinct_keys", "flat", "scan"]
+SumsStrategy = Literal["auto", "key_sums", "distinct_keys", "device", "scan"]
+OutputStrategy = Literal["auto", "rebuilt", "parts", "device", "scan"]
 Queries: TypeAlias = npt.NDArray[np.float32]
 
 MAX_RESIDUAL = 1e-4
@@ -64,9 +64,9 @@ class TopKQuestion(Question):
         distinct: A metadata column: of rows with the same value only the best counts; rows
             without a value stand for themselves.
         strategy: How rows are proposed; the answer is the same. "certified" prunes by sketches,
-            "distinct_keys" looks at one row of each distinct key, "flat" asks FAISS, "scan"
-            multiplies tiles. One that does not apply is refused; "auto" takes the cheapest that
-            does, by estimate.
+            "device" asks GPUs, "distinct_keys" looks at one row of each distinct key, "flat" asks
+            FAISS, "scan" multiplies tiles. One that does not apply is refused; "auto" takes the
+            cheapest that does, by estimate.
         explain_plan: Say which strategy was chosen, and why.
         max_residual: Contributions to the trained layer: as for OutputQuestion.
         index: Its name; None where one is served.
@@ -172,9 +172,10 @@ class SumsQuestion(Question):
             edges[i] <= value < edges[i + 1], the last one its upper edge too. Other rows take no
             part; groups are called by their lower edges.
         strategy: "key_sums" takes the stored sums of the keys of whole runs of rows with the same
-            task and label, "distinct_keys" multiplies one row for each distinct key, "scan" every
-            row; refused where it does not apply. "auto" takes key sums where there are any, and
-            for the other rows the cheaper of the other two, by estimate.
+            task and label, "distinct_keys" multiplies one row for each distinct key, "device" and
+            "scan" every row, on GPUs or on the CPU; refused where it does not apply. "auto" takes
+            key sums where there are any, and for the other rows the cheapest of the others, by
+            estimate.
     """
 
     message: ClassVar[type[Any]] = pb.SumsRequest

@@ -35,7 +35,7 @@ def machines(config: ServerConfig, ray: RayActors) -> Machines:
         fleet = Fleet(ray.address, ray.actors, Settings(prepare, memory), threads)
     except FleetError as error:
         raise ConfigError(f"ray: {error}") from None
-    return Machines(fleet, config.device)
+    return Machines(fleet, config.device, gpu_memory=config.gpu_memory)
 
 
 def prepare(sharing: int) -> None:

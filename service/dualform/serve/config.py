@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,9 @@ from typing import Any
 import yaml
 
 from dualform._errors import DualformError
+from dualform.questions.placement import GPU_MEMORY, device_names, gpu_memory
 
 _BYTES = {"MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-_DEVICES = ("auto", "cpu", "cuda")
 _LOGS = ("text", "json")
 
 
@@ -106,7 +106,9 @@ class ServerConfig:
     Attributes:
         indexes: Index directories, or folders of them, by the name they are served under.
         listen: "HOST:PORT"; port 0 takes a free one. IPv6 addresses in brackets.
-        device: "auto", "cpu" or "cuda".
+        device: "auto" (all GPUs that there are, or the CPU alone), "cpu", "cuda", "cuda:1", or
+            several GPUs.
+        gpu_memory: A share of each GPU's memory, or bytes, that may be taken.
         limits: See `ServerLimits`.
         insecure: Says outright that listening beyond loopback without TLS is meant.
         tls: Encrypts; see `TlsFiles`.
@@ -132,7 +134,8 @@ class ServerConfig:
 
     indexes: Mapping[str, Path] = field(default_factory=dict)
     listen: str = "127.0.0.1:50051"
-    device: str = "auto"
+    device: str | Sequence[str] = "auto"
+    gpu_memory: float | str = GPU_MEMORY
     limits: ServerLimits = field(default_factory=ServerLimits)
     insecure: bool = False
     tls: TlsFiles | None = None
@@ -153,8 +156,11 @@ class ServerConfig:
                 raise ConfigError(f"{name} is {value!r}; allowed are true and false")
         if self.log not in _LOGS:
             raise ConfigError(f"log is {self.log!r}; allowed are {', '.join(_LOGS)}")
-        if self.device not in _DEVICES:
-            raise ConfigError(f"device is {self.device!r}; allowed are {', '.join(_DEVICES)}")
+        try:
+            device_names(self.device)
+            gpu_memory(self.gpu_memory)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
         host, _ = split_address("listen", self.listen)
         if self.tls is None and not self.insecure and not _is_loopback(host):
             raise ConfigError(

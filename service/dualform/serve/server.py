@@ -49,8 +49,8 @@ _REFLECTED = (SERVICE.full_name, HEALTH_SERVICE, reflection.SERVICE_NAME)
 _REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
 # What a running server cannot take over.
 _FIXED = (
-    *("listen", "device", "limits", "insecure", "open_health", "metrics", "admin", "memory"),
-    *("telemetry", "ray", "log"),
+    *("listen", "device", "gpu_memory", "limits", "insecure", "open_health", "metrics", "admin"),
+    *("memory", "telemetry", "ray", "log"),
 )
 _LEVELS = {
     "opened": logging.INFO,
@@ -77,6 +77,7 @@ def open_catalog(config: ServerConfig) -> Catalog:
             config.indexes,
             limits=Limits(limits.max_k, limits.max_queries, limits.max_message_mib),
             device=config.device,
+            gpu_memory=config.gpu_memory,
             opener=opener,
         )
     except ValueError as error:

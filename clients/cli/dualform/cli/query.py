@@ -30,7 +30,7 @@ def add_to(commands: Any) -> None:
     top_k.add_argument("-k", type=int, default=10, help="rows per query (default 10)")
     top_k.add_argument("--group-by", metavar="COLUMN", help="the k best rows of each value")
     _ranking_options(top_k)
-    _plan_options(top_k, ["certified", "distinct_keys", "flat", "scan"])
+    _plan_options(top_k, ["certified", "device", "distinct_keys", "flat", "scan"])
     top_k.add_argument(
         "--distinct", metavar="COLUMN", help="of rows with the same value only the best"
     )
@@ -41,14 +41,14 @@ def add_to(commands: Any) -> None:
     )
     groups.add_argument("-k", type=int, default=10, help="groups per query (default 10)")
     _ranking_options(groups)
-    _plan_options(groups, ["key_sums", "distinct_keys", "scan"])
+    _plan_options(groups, ["key_sums", "distinct_keys", "device", "scan"])
     sums = _question(kinds, "sums", _sums, "total attention weight per group")
     sums.add_argument("--group-by", metavar="COLUMN", required=True, help="what to sum over")
     sums.add_argument("--absolute", action="store_true", help="sum absolute values")
     sums.add_argument(
         "--bins", type=_edges, metavar="A,B,…", help="sum over ranges of a numeric column"
     )
-    _plan_options(sums, ["key_sums", "distinct_keys", "scan"])
+    _plan_options(sums, ["key_sums", "distinct_keys", "device", "scan"])
     profile = _question(kinds, "profile", _profile, "total attention weight over training steps")
     profile.add_argument("--bins", type=int, default=50, help="equal parts (default 50)")
     profile.add_argument("--absolute", action="store_true", help="sum absolute values")
@@ -66,7 +66,7 @@ def add_to(commands: Any) -> None:
             metavar="SHARE",
             help="how much of an output no row may explain (default 1e-4)",
         )
-    _plan_options(output, ["rebuilt", "parts", "scan"])
+    _plan_options(output, ["rebuilt", "parts", "device", "scan"])
 
 
 def _ranking_options(parser: argparse.ArgumentParser) -> None:

@@ -16,10 +16,12 @@ from dualform.client._capture import capture_queries
 from dualform.client._dual_form import dual_form
 from dualform.client._filters import parse_filter
 from dualform.client._info import (
+    DeviceInfo,
     IndexInfo,
     IndexSummary,
     InexactMark,
     LayerInfo,
+    Residence,
     Sampling,
     ServerLimits,
 )
@@ -65,6 +67,7 @@ __all__ = [
     "Coverage",
     "DataLossError",
     "DeadlineExceededError",
+    "DeviceInfo",
     "DualOutputResult",
     "DualformError",
     "Explanation",
@@ -78,6 +81,7 @@ __all__ = [
     "LayerInfo",
     "NotFoundError",
     "PermissionDeniedError",
+    "Residence",
     "ResourceExhaustedError",
     "Retry",
     "Sampling",

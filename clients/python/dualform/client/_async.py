@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -20,6 +20,7 @@ from dualform.client._retry import DEFAULT_RETRY, Retry
 from dualform.client._sync import Client
 from dualform.client._transport import AsyncGrpcTransport
 from dualform.questions import StreamWeightsQuestion
+from dualform.questions.placement import GPU_MEMORY
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -73,11 +74,18 @@ class AsyncClient(AsyncDriver):
 
     @classmethod
     def local(
-        cls, path: str | Path, *, device: str = "auto", timeout: float | None = None
+        cls,
+        path: str | Path,
+        *,
+        device: str | Sequence[str] = "auto",
+        gpu_memory: float | str = GPU_MEMORY,
+        timeout: float | None = None,
     ) -> AsyncClient:
         """As `Client.local`; scans run in threads, the loop stays free."""
         client = cls.__new__(cls)
-        client._start(AsyncLocalTransport(path, device), Asking(None, timeout, local=True))
+        client._start(
+            AsyncLocalTransport(path, device, gpu_memory), Asking(None, timeout, local=True)
+        )
         return client
 
     indexes = awaited(Client.indexes)

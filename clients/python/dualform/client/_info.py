@@ -74,6 +74,44 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class Residence:
+    """What of a layer lies on a GPU.
+
+    Attributes:
+        device: Such as "cuda:0".
+        rows: How many of the layer's.
+        key_bytes: What their keys take there.
+        value_bytes: Likewise their values; 0 where they do not lie there.
+    """
+
+    device: str
+    rows: int
+    key_bytes: int
+    value_bytes: int
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """A GPU that was asked for.
+
+    Attributes:
+        name: Such as "cuda:0".
+        title: What it is.
+        memory_bytes: In all.
+        budget_bytes: What rows may take, of all indexes together.
+        used_bytes: What they do take.
+        refused: Why it is not used, and the CPU answers in its place; empty where it is.
+    """
+
+    name: str
+    title: str
+    memory_bytes: int
+    budget_bytes: int
+    used_bytes: int
+    refused: str
+
+
+@dataclass(frozen=True)
 class LayerInfo:
     """One layer of an index.
 
@@ -89,6 +127,7 @@ class LayerInfo:
         inexact: Marks, in step order; empty where the dual form is exact throughout.
         dropped: Rows that training had and that were not recorded, by reason: "every", "rows" (a
             mask), "sample" or "zero" (their value).
+        residences: What of it lies on GPUs now.
     """
 
     name: str
@@ -102,6 +141,7 @@ class LayerInfo:
     columns: Mapping[str, str]
     inexact: tuple[InexactMark, ...]
     dropped: Mapping[str, int] = field(default_factory=dict)
+    residences: tuple[Residence, ...] = ()
 
     @property
     def exactness(self) -> str:
@@ -123,6 +163,7 @@ class IndexInfo:
         layers: By name, in recording order.
         version: As in IndexSummary.
         sampling: Which rows were recorded; None for all.
+        devices: The GPUs of whoever answers.
     """
 
     name: str
@@ -133,6 +174,7 @@ class IndexInfo:
     layers: Mapping[str, LayerInfo]
     version: str = ""
     sampling: Sampling | None = None
+    devices: tuple[DeviceInfo, ...] = ()
 
 
 def limits_of(message: pb.Limits) -> ServerLimits:
@@ -158,6 +200,17 @@ def index_of(message: pb.IndexInfo) -> IndexInfo:
         layers={layer.name: _layer(layer) for layer in message.layers},
         version=message.version,
         sampling=_sampling(message.sampling) if message.HasField("sampling") else None,
+        devices=tuple(
+            DeviceInfo(
+                each.name,
+                each.title,
+                each.memory_bytes,
+                each.budget_bytes,
+                each.used_bytes,
+                each.refused,
+            )
+            for each in message.devices
+        ),
     )
 
 
@@ -178,6 +231,10 @@ def _layer(message: pb.LayerInfo) -> LayerInfo:
         columns={c.name: _COLUMN_TYPES.get(c.type, "unknown") for c in message.columns},
         inexact=tuple(InexactMark(mark.from_step, mark.reason) for mark in message.inexact),
         dropped=dict(message.dropped),
+        residences=tuple(
+            Residence(each.device, each.rows, each.key_bytes, each.value_bytes)
+            for each in message.residences
+        ),
     )
 
 

@@ -1,7 +1,7 @@
 """The transport of local mode: the engine in this process, no server, no socket.
 
-The engine is imported when the first index is opened; it scans with torch alone and leaves the
-process's thread settings as they are.
+The engine is imported when the first index is opened; on the CPU it scans with torch alone and
+leaves the process's thread settings as they are.
 
 A forked process opens the index anew, for locks and files are its parent's, where it may use torch.
 """
@@ -14,7 +14,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import AsyncGenerator, Generator, Iterator
+from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,10 @@ from dualform.client.errors import (
     NotFoundError,
     error_from_code,
 )
+from dualform.questions.placement import device_names
+from dualform.questions.placement import gpu_memory as memory_of_gpus
+
+Device = str | Sequence[str]
 
 
 class LocalTransport:
@@ -39,11 +43,11 @@ class LocalTransport:
 
     Raises:
         NotFoundError: No such directory.
-        InvalidArgumentError: An unknown device.
+        InvalidArgumentError: An unknown device, or one that is not there.
         FailedPreconditionError: The engine's dependencies are not installed.
     """
 
-    def __init__(self, path: str | Path, device: str) -> None:
+    def __init__(self, path: str | Path, device: Device, gpu_memory: float | str) -> None:
         if not isinstance(path, (str, Path)):
             raise InvalidArgumentError(
                 f"path={path!r} is of type {type(path).__name__}; an index's folder is needed",
@@ -55,10 +59,14 @@ class LocalTransport:
                 f"there is no index at {where}; `dualform index build RECORDING {where}` makes one",
                 field="path",
             )
-        if not isinstance(device, str) or device not in ("auto", "cpu", "cuda"):
-            raise InvalidArgumentError(
-                f"device={device!r} is none of 'auto', 'cpu', 'cuda'", field="device"
-            )
+        for field, check, given in (
+            ("device", device_names, device),
+            ("gpu_memory", memory_of_gpus, gpu_memory),
+        ):
+            try:
+                check(given)
+            except ValueError as error:
+                raise InvalidArgumentError(str(error), field=field) from None
         try:
             import dualform.engine.messages.catalog  # noqa: F401 (here, where it can be missing)
         except ImportError as error:
@@ -67,7 +75,7 @@ class LocalTransport:
                 'server with Client("HOST:PORT")',
                 reason="NOT_INSTALLED",
             ) from error
-        self._path, self._device = where, device
+        self._path, self._device, self._gpu_memory = where, device, gpu_memory
         self._open()
 
     def _open(self) -> None:
@@ -77,8 +85,13 @@ class LocalTransport:
         path = self._path
         try:
             self._catalog: Any = Catalog(
-                {_name_of(path): path}, device=self._device, use_faiss=False
+                {_name_of(path): path},
+                device=self._device,
+                gpu_memory=self._gpu_memory,
+                use_faiss=False,
             )
+        except ValueError as error:
+            raise InvalidArgumentError(str(error), field="device") from None
         except Exception as error:
             raise _error_of(error) from error
         self._process = os.getpid()
@@ -141,8 +154,8 @@ class LocalTransport:
 class AsyncLocalTransport:
     """LocalTransport in a thread; giving up stops the scan between two tiles."""
 
-    def __init__(self, path: str | Path, device: str) -> None:
-        self._local = LocalTransport(path, device)
+    def __init__(self, path: str | Path, device: Device, gpu_memory: float | str) -> None:
+        self._local = LocalTransport(path, device, gpu_memory)
 
     async def call(self, request: Message, timeout: float | None) -> Any:
         given_up: list[bool] = []

@@ -41,7 +41,8 @@ class ChosenPlan:
     """How the server found an answer, and why; the answer is the same by every strategy.
 
     Attributes:
-        strategy: "scan", "flat", "certified", "key_sums", "distinct_keys", "rebuilt" or "parts".
+        strategy: "scan", "flat", "certified", "key_sums", "distinct_keys", "device", "rebuilt" or
+            "parts".
         reason: One sentence.
         costs: Estimated seconds by strategy, of those that apply.
     """

@@ -43,6 +43,7 @@ from dualform.questions import (
     TopGroupsQuestion,
     TopKQuestion,
 )
+from dualform.questions.placement import GPU_MEMORY
 from dualform.questions.questions import (
     Order,
     OutputStrategy,
@@ -103,13 +104,21 @@ class Client(Driver):
 
     @classmethod
     def local(
-        cls, path: str | Path, *, device: str = "auto", timeout: float | None = None
+        cls,
+        path: str | Path,
+        *,
+        device: str | Sequence[str] = "auto",
+        gpu_memory: float | str = GPU_MEMORY,
+        timeout: float | None = None,
     ) -> Client:
         """A client on an index on disk: same methods, no server.
 
         Args:
             path: The index's directory.
-            device: "auto", "cpu" or "cuda".
+            device: "auto" (all GPUs that there are, or the CPU alone), "cpu", "cuda", "cuda:1", or
+                a list of GPUs.
+            gpu_memory: How much of each GPU's memory may be taken: a share, or text such as
+                "20GiB".
             timeout: As for the class; no limit by default.
 
         Raises:
@@ -117,7 +126,7 @@ class Client(Driver):
             FailedPreconditionError: The engine's dependencies are not installed.
         """
         client = cls.__new__(cls)
-        client._start(LocalTransport(path, device), Asking(None, timeout, local=True))
+        client._start(LocalTransport(path, device, gpu_memory), Asking(None, timeout, local=True))
         return client
 
     def indexes(self, *, timeout: float | None = None) -> list[IndexSummary]:
@@ -180,8 +189,8 @@ class Client(Driver):
             distinct: A metadata column: of rows with the same value only the best counts, and
                 `counts` says how many took part. Rows without a value stand for themselves.
             max_residual: Contributions to the trained layer: as for `dual_output`.
-            strategy: "auto", or "certified", "distinct_keys", "flat" or "scan": how rows are found.
-                The answer is the same; one that does not apply is refused.
+            strategy: "auto", or "certified", "device", "distinct_keys", "flat" or "scan": how rows
+                are found. The answer is the same; one that does not apply is refused.
             explain_plan: Say in `plan` which strategy was chosen, and why.
             index: Its name; None where one is served.
             timeout: Seconds.
@@ -254,7 +263,8 @@ class Client(Driver):
             direction: As for `top_k`.
             at_step: As for `top_k`.
             max_residual: As for `top_k`.
-            strategy: "auto", or by weight "key_sums", "distinct_keys" or "scan", as for `sums`.
+            strategy: "auto", or by weight "key_sums", "distinct_keys", "device" or "scan", as for
+                `sums`.
             explain_plan: As for `top_k`.
             index: Its name; None where one is served.
             timeout: Seconds.
@@ -446,7 +456,7 @@ class Client(Driver):
             bins: Ascending edges for a numeric column, as in `numpy.histogram`: group i holds
                 bins[i] <= value < bins[i + 1], the last one its upper edge too. Other rows take no
                 part; groups are called by their lower edges.
-            strategy: "auto", "key_sums", "distinct_keys" or "scan"; as for `top_k`.
+            strategy: "auto", "key_sums", "distinct_keys", "device" or "scan"; as for `top_k`.
             explain_plan: As for `top_k`.
             index: Its name; None where one is served.
             timeout: Seconds.
@@ -534,7 +544,7 @@ class Client(Driver):
             max_residual: The largest part of an output, by Euclidean length, that no row may
                 explain (rounding, reduced precision, edits by hand) for an answer to be given;
                 None for 1e-4. It is `residual` in the answer.
-            strategy: "auto", "rebuilt", "parts" or "scan"; as for `top_k`.
+            strategy: "auto", "rebuilt", "parts", "device" or "scan"; as for `top_k`.
             explain_plan: As for `top_k`.
             index: Its name; None where one is served.
             timeout: Seconds.

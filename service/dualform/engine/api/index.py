@@ -29,6 +29,7 @@ from dualform.engine.api.several import attribute, explain
 from dualform.engine.api.top_k import top_k
 from dualform.engine.api.totals import dual_output, sums, top_groups
 from dualform.engine.context import own_settings
+from dualform.engine.devices.devices import Devices
 from dualform.engine.errors import DataLossError, FailedPreconditionError, NotFoundError
 from dualform.engine.memory.layer import Layer, open_layer
 from dualform.engine.memory.shards import ShardFile, Stop
@@ -51,6 +52,7 @@ from dualform.questions import (
     TopGroupsQuestion,
     TopKQuestion,
 )
+from dualform.questions.placement import GPU_MEMORY
 from dualform.store.errors import DamagedError
 from dualform.store.files import FileEntry, check_digest, identity
 from dualform.store.index import REBUILD, IndexManifest
@@ -75,6 +77,7 @@ class Index(Keywords):
         layers: By name, as in `model.named_modules()`.
         damage: None, or what was found damaged; questions that need it are refused.
         version: What whoever serves it calls this version.
+        devices: Where its rows may lie beside the host's memory.
         machines: On how many others its rows are; 0 where they are here.
     """
 
@@ -84,7 +87,7 @@ class Index(Keywords):
         self,
         path: Path,
         *,
-        device: torch.device,
+        devices: Devices,
         use_faiss: bool,
         shards: Sequence[Sequence[int]] | None = None,
     ) -> None:
@@ -106,11 +109,14 @@ class Index(Keywords):
             if table.total and not 0 <= table.steps.min() <= table.steps.max() < steps:
                 raise DamagedError(path, f"a row's step is none of the {steps:,} steps", REBUILD)
         self._states = States(path)
-        outputs = DualOutputs(self._ledger, self._states, device)
+        outputs = DualOutputs(self._ledger, self._states)
         metrics = UnitMetrics(self._ledger, self._states)
-        self._opened = Opened(self._ledger, outputs, metrics, Planner(), device, use_faiss)
+        self.devices = devices
+        planner = Planner(devices.cpu_pace)
+        self._opened = Opened(self._ledger, outputs, metrics, planner, devices, use_faiss)
         self._examples = Examples(path, self._manifest.examples, self._manifest.payloads)
         self._closed = threading.Event()
+        devices.add(path.name, self.layers.values())
 
     @classmethod
     @own_settings()
@@ -118,7 +124,9 @@ class Index(Keywords):
         cls,
         path: Path | str,
         *,
-        device: str = "auto",
+        device: str | Sequence[str] = "auto",
+        gpu_memory: float | str = GPU_MEMORY,
+        devices: Devices | None = None,
         use_faiss: bool = True,
         shards: Sequence[Sequence[int]] | None = None,
     ) -> Index:
@@ -126,8 +134,12 @@ class Index(Keywords):
 
         Args:
             path: Its directory.
-            device: "cpu", "cuda", or "auto": cuda where torch has it.
-            use_faiss: Let FAISS propose rows where it can; False scans with torch alone.
+            device: "auto" (all GPUs that there are, or the CPU alone), "cpu", "cuda", "cuda:1", or
+                a list such as ["cuda:0", "cuda:1"].
+            gpu_memory: How much of each GPU's memory may be taken: a share, or bytes.
+            devices: Those of several indexes, in place of `device` and `gpu_memory`.
+            use_faiss: Let FAISS propose rows on the CPU where it can; False scans there with torch
+                alone.
             shards: For each row space the numbers of those of its shards to open, ascending; None
                 for all. Of a part, weights, sums of rows and contributions of SGD's family are
                 those of its rows; whole outputs, and what has to see every step, are not.
@@ -136,7 +148,9 @@ class Index(Keywords):
             dualform.store.StoreError: No index there, a newer one, or a damaged one.
             ValueError: The device is none, or not there.
         """
-        return cls(Path(path), device=device_of(device), use_faiss=use_faiss, shards=shards)
+        if devices is None:
+            devices = Devices.find(device, gpu_memory)
+        return cls(Path(path), devices=devices, use_faiss=use_faiss, shards=shards)
 
     def __enter__(self) -> Index:
         return self
@@ -152,6 +166,7 @@ class Index(Keywords):
     def close(self) -> None:
         """Refuse further questions. Maps are released when the last answer is done."""
         self._closed.set()
+        self.devices.remove(self.layers.values())
 
     @property
     def steps(self) -> int:
@@ -437,14 +452,3 @@ def _until(stop: Stop | None, items: Iterable[_Item | None]) -> Iterator[_Item]:
             return
         if item is not None:
             yield item
-
-
-def device_of(name: str) -> torch.device:
-    """The device of that name, or ValueError where it is none, or not there."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name not in ("cpu", "cuda"):
-        raise ValueError(f"device is {name!r}; it is one of auto, cpu, cuda")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device is cuda, but torch finds no GPU; use auto or cpu")
-    return torch.device(name)

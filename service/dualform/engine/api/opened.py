@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from dualform.engine.devices.devices import Devices
 from dualform.engine.errors import (
     CancelledError,
     EngineError,
@@ -35,7 +36,7 @@ class Opened:
         outputs: Gives dual outputs.
         metrics: Gives output units' metrics, where rows have no coefficients.
         planner: Chooses strategies, and remembers how they went.
-        device: Where tiles are multiplied.
+        devices: Where rows lie beside the host's memory.
         use_faiss: Whether FAISS may propose rows.
     """
 
@@ -43,7 +44,7 @@ class Opened:
     outputs: DualOutputs
     metrics: UnitMetrics
     planner: Planner
-    device: torch.device
+    devices: Devices
     use_faiss: bool
 
     def metric_finder(

@@ -85,7 +85,7 @@ def attribute(
     counts = np.zeros(groups, np.int64)
     for one in prepared:
         counts += np.bincount(one.grouping.codes[one.selected], minlength=groups)
-    found = attributed(prepared, counts, question.k, question.order, opened.device, stop)
+    found = attributed(prepared, counts, question.k, question.order, stop)
     coverage = [Coverage.of(one.layer, one.selected) for one in prepared]
     return attribution_of(groupings[0].values, beside, counts, coverage, found)
 
@@ -230,7 +230,7 @@ def explain(
         output, total = _output(opened, layer, wanted, counted, stop)
     if counted is not None and total is None:
         way = totals.plan(layer, counted.prepared, "auto")
-        found = totals.total_weights(layer, counted.prepared, way, opened.device, stop)
+        found = totals.total_weights(layer, counted.prepared, way, stop)
         total = sums_result(layer, counted, found, way.plan)
     if question.k:
         best = top_k(
@@ -261,7 +261,7 @@ def _output(
         return output_result(layer, question, prepared, found, plan), None
     sums = counted.prepared
     groups = Groups(sums.grouping)
-    rider = GroupSum(len(sums.queries), groups, sums.absolute, opened.device)
+    rider = GroupSum(len(sums.queries), groups, sums.absolute)
     found = opened.outputs.answer(layer, prepared, stop, [rider])
     why = way.plan if way.standing is None else _SHARED
     total = sums_result(layer, counted, rider.result(), why)

@@ -10,6 +10,7 @@ import torch
 
 from dualform.engine.api.opened import Opened, asked_contribution, query_tensor
 from dualform.engine.api.results import Coverage, TopK
+from dualform.engine.devices.device import OnDeviceError
 from dualform.engine.memory.layer import Layer
 from dualform.engine.memory.shards import Stop
 from dualform.engine.plan.plan import Plan, check_strategy
@@ -18,6 +19,7 @@ from dualform.engine.topk.distinct import counts as distinct_counts
 from dualform.engine.topk.distinct_keys import DistinctKeys, by_distinct_keys, distinct_keys_apply
 from dualform.engine.topk.followed import best_by_metric
 from dualform.engine.topk.followed_along import best_along
+from dualform.engine.topk.on_devices import DeviceScan, devices_apply, offer
 from dualform.engine.topk.ranking import Ranking
 from dualform.engine.topk.top_k import Hits
 from dualform.questions import TopKQuestion
@@ -38,9 +40,10 @@ def top_k(opened: Opened, layer: Layer, question: TopKQuestion, stop: Stop | Non
     whole = selected is layer.space.everything
     faiss: str | None = "this process scans with torch alone"
     if opened.use_faiss:
-        faiss = scan.faiss_applies(layer, ranking, whole, opened.device)
+        faiss = scan.faiss_applies(layer, ranking, whole)
     refused = {
-        "certified": scan.sketches_apply(layer, ranking, opened.device),
+        "certified": scan.sketches_apply(layer, ranking),
+        "device": devices_apply(opened.devices, ranking),
         "distinct_keys": distinct_keys_apply(layer, ranking),
         "flat": faiss,
         "scan": None,
@@ -103,22 +106,37 @@ def _search(
     """The best of the selected rows, bool [total], by the strategy asked for or the cheapest."""
     whole = selected is layer.space.everything
     rows = layer.rows if whole else int(np.count_nonzero(selected))
+    ranked = selected if layer.nonfinite == 0 else selected & layer.finite
     by_keys = None if refused["distinct_keys"] else by_distinct_keys(layer, ranking, rows, whole)
+    offered = None
+    if refused["device"] is None:
+        offered = offer(opened.devices, layer, queries, ranking, ranked)
+        if offered is None:
+            refused = {**refused, "device": "no row of the layer lies on a device"}
     about = (layer, _kind(ranking), ranking.hits, len(queries))
-    plan = opened.planner.top_k(*about, rows, refused, strategy, by_keys)
-    search: scan.Scan | DistinctKeys
+    plan = opened.planner.top_k(*about, rows, refused, strategy, by_keys, offered)
+    search: scan.Scan | DistinctKeys | DeviceScan
+    faiss = refused["flat"] is None
     if plan.strategy == "distinct_keys":
         assert by_keys is not None
         way = "scan" if refused["certified"] else "certified"
-        search = DistinctKeys(layer, queries, ranking, opened.device, way, stop)
+        search = DistinctKeys(layer, queries, ranking, way, stop)
         about = (layer, _kind(ranking), by_keys.hits, len(queries))
+    elif plan.strategy == "device":
+        assert offered is not None
+        way, stream = opened.planner.rest(*about, offered, refused)
+        search = DeviceScan(opened.devices, layer, queries, ranking, way, faiss, stream, stop)
     else:
-        faiss = refused["flat"] is None
-        search = scan.Scan(layer, queries, ranking, opened.device, plan.strategy, faiss, stop)
+        search = scan.Scan(layer, queries, ranking, plan.strategy, faiss, stop)
     begin = time.perf_counter()
-    hits = search.run(selected if layer.nonfinite == 0 else selected & layer.finite)
-    kept = search.kept / search.asked if search.asked else None
-    opened.planner.learn(*about, plan, kept, time.perf_counter() - begin)
+    try:
+        hits = search.run(ranked)
+    except OnDeviceError as error:
+        if strategy == "device":
+            raise error.refusal from None
+        refused = {**refused, "device": str(error)}
+        return _search(opened, layer, queries, ranking, refused, strategy, selected, stop)
+    opened.planner.learn(*about, plan, search.kept_share, time.perf_counter() - begin)
     if isinstance(search, DistinctKeys) and strategy == "auto":
         reason = f"{search.keys:,} distinct keys stand for {rows:,} rows"
         plan = replace(plan, reason=reason)

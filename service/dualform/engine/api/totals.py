@@ -45,7 +45,7 @@ def sums(opened: Opened, layer: Layer, question: SumsQuestion, stop: Stop | None
     """
     counted = prepare_sums(layer, question, stop)
     way = totals.plan(layer, counted.prepared, question.strategy)
-    found = totals.total_weights(layer, counted.prepared, way, opened.device, stop)
+    found = totals.total_weights(layer, counted.prepared, way, stop)
     return sums_result(layer, counted, found, way.plan)
 
 
@@ -82,7 +82,7 @@ def top_groups(
     """
     check_groups(question, layer.space.grouping(question.by, "by").values)
     ranking = _ranking(opened, layer, question, stop)
-    found, plan = rank_groups(layer, ranking, question.strategy, opened.device, stop)
+    found, plan = rank_groups(layer, ranking, question.strategy, stop)
     return _groups_result(layer, ranking, found, plan)
 
 
@@ -102,7 +102,7 @@ def all_groups(
 ) -> Sums:
     """What the best groups are chosen from: every group's sums."""
     ranking = _ranking(opened, layer, question, stop)
-    found, plan = group_totals(layer, ranking, question.strategy, opened.device, stop)
+    found, plan = group_totals(layer, ranking, question.strategy, stop)
     coverage = Coverage.of(layer, ranking.sums.selected)
     return Sums(ranking.sums.grouping.values, found, ranking.counts, coverage, plan)
 

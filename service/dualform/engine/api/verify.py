@@ -306,8 +306,7 @@ def _rebuild(
         watch(tile)
         terms[:] += _lengths(coefficients, tile)
 
-    device = torch.device("cpu")
-    weight, bias = rebuild(layer, coefficients, None, everything, device, watch=add)
+    weight, bias = rebuild(layer, coefficients, None, everything, watch=add)
     sums = {manifest.weight: (weight[0].numpy(), coefficients.weight)}
     if manifest.bias is not None and bias is not None and coefficients.bias is not None:
         sums[manifest.bias] = (bias[0].numpy(), coefficients.bias)
@@ -357,7 +356,7 @@ def _first_unequal(layer: Layer) -> int | None:
 def _lengths(coefficients: LayerCoefficients, tile: Tile) -> tuple[float, float]:
     """Of a tile's terms: |c| |e| |x| of the weight, |c'| |e| of the bias, added up."""
     assert tile.values is not None
-    of_weight, of_bias = row_coefficients(coefficients, tile.steps, tile.keys.device)
+    of_weight, of_bias = row_coefficients(coefficients, tile.steps)
     values = torch.linalg.vector_norm(tile.values, dim=1).double()
     keys = torch.linalg.vector_norm(tile.keys, dim=1).double()
     bias = 0.0 if of_bias is None else float(of_bias.abs() @ values)

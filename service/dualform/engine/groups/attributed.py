@@ -41,7 +41,6 @@ class AttributedSum:
         pairs: What each input is asked about.
         coefficients: What each row counts, by its step.
         groups: The groups.
-        device: Where tiles are.
     """
 
     values = True
@@ -51,18 +50,17 @@ class AttributedSum:
         pairs: Pairs,
         coefficients: LayerCoefficients,
         groups: Groups,
-        device: torch.device,
     ) -> None:
         self._pairs = pairs
-        self._directions = pairs.directions.to(device)
-        self._bias = None if pairs.bias is None else pairs.bias[:, None].to(device)
+        self._directions = pairs.directions
+        self._bias = None if pairs.bias is None else pairs.bias[:, None]
         self._coefficients = coefficients
-        self._sum = GroupSum(pairs.count, groups, absolute=False, device=device)
+        self._sum = GroupSum(pairs.count, groups, absolute=False)
 
     def update(self, tile: Tile, weights: torch.Tensor) -> None:
         """Take a tile, with values, and its weights, [m, rows]."""
         assert tile.values is not None
-        of_weight, of_bias = row_coefficients(self._coefficients, tile.steps, weights.device)
+        of_weight, of_bias = row_coefficients(self._coefficients, tile.steps)
         parts = weights.to(torch.float64, copy=True).mul_(of_weight)
         if of_bias is not None:
             parts += of_bias if self._bias is None else self._bias * of_bias
@@ -136,7 +134,6 @@ def attributed(
     counts: np.ndarray,
     k: int | None,
     order: str,
-    device: torch.device,
     stop: Stop | None,
 ) -> Attributed:
     """The best groups, or all.
@@ -146,7 +143,6 @@ def attributed(
         counts: int64 [groups], the rows of each that take part, of all layers.
         k: Groups per input; None for all.
         order: "largest", "smallest" or "absolute".
-        device: Where tiles are multiplied.
         stop: Asked between tiles.
 
     Raises:
@@ -158,7 +154,7 @@ def attributed(
             check_cost(asked.layer, rows, asked.pairs.directions)
 
     def sums(first: int, last: int) -> np.ndarray:
-        return np.stack([layer_sums(asked, first, last, device, stop) for asked in layers], axis=2)
+        return np.stack([layer_sums(asked, first, last, stop) for asked in layers], axis=2)
 
     size = block_inputs(len(counts), len(layers))
     return best_attributed(sums, layers[0].pairs.count, size, counts, k, order)
@@ -198,9 +194,7 @@ def best_attributed(
     return Attributed(joined, np.concatenate(by_layer), np.concatenate(rows_of))
 
 
-def layer_sums(
-    asked: PreparedLayer, first: int, last: int, device: torch.device, stop: Stop | None
-) -> np.ndarray:
+def layer_sums(asked: PreparedLayer, first: int, last: int, stop: Stop | None) -> np.ndarray:
     """Of one layer and the inputs from first to last, float64 [n, groups]."""
     layer, pairs = asked.layer, asked.pairs.part(first, last)
     groups = len(asked.grouping.values)
@@ -208,8 +202,8 @@ def layer_sums(
         return np.zeros((pairs.count, groups))
     if asked.coefficients is not None:
         pairs = pairs.few()
-        total = AttributedSum(pairs, asked.coefficients, Groups(asked.grouping), device)
-        fold(layer, pairs.queries, asked.selected, [total], device, stop)
+        total = AttributedSum(pairs, asked.coefficients, Groups(asked.grouping))
+        fold(layer, pairs.queries, asked.selected, [total], stop)
         return total.result()
     positions = np.flatnonzero(asked.selected)
     codes = asked.grouping.codes[positions]

@@ -18,16 +18,13 @@ class ContributionSum:
         queries: Number of queries.
         groups: The groups.
         contribution: With coefficients.
-        device: Where the weights are.
     """
 
     values = True
 
-    def __init__(
-        self, queries: int, groups: Groups, contribution: Contribution, device: torch.device
-    ) -> None:
+    def __init__(self, queries: int, groups: Groups, contribution: Contribution) -> None:
         self._contribution = contribution
-        self._sum = GroupSum(queries, groups, absolute=False, device=device)
+        self._sum = GroupSum(queries, groups, absolute=False)
 
     def update(self, tile: Tile, weights: torch.Tensor) -> None:
         """Take a tile, with values, and its weights, [n, rows]."""

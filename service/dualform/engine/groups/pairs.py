@@ -74,5 +74,5 @@ class Pairs:
         """Add up the places of each input: float64 [m, ...] becomes [count, ...]."""
         if self.single:
             return parts
-        places = torch.from_numpy(self.inputs).to(parts.device)
+        places = torch.from_numpy(self.inputs)
         return parts.new_zeros((self.count, *parts.shape[1:])).index_add_(0, places, parts)

@@ -67,7 +67,6 @@ def rank_groups(
     layer: Layer,
     prepared: PreparedRanking,
     strategy: str,
-    device: torch.device,
     stop: Stop | None,
 ) -> tuple[BestGroups, Plan]:
     """The best groups.
@@ -76,7 +75,6 @@ def rank_groups(
         layer: Whose rows.
         prepared: What is asked.
         strategy: How weights are added up, as `totals.sums.plan` takes it.
-        device: Where tiles are multiplied.
         stop: Asked between tiles.
 
     Raises:
@@ -84,7 +82,7 @@ def rank_groups(
         ResourceExhaustedError: Directions that would take too long where rows have no coefficients.
     """
     asked = prepared.sums
-    find, plan, size = _finder(layer, prepared, strategy, device, stop)
+    find, plan, size = _finder(layer, prepared, strategy, stop)
     blocks = []
     for first in range(0, len(asked.queries), size):
         totals = find(slice(first, first + size))
@@ -96,11 +94,10 @@ def group_totals(
     layer: Layer,
     prepared: PreparedRanking,
     strategy: str,
-    device: torch.device,
     stop: Stop | None,
 ) -> tuple[np.ndarray, Plan]:
     """What is ranked of all groups, float64 [n, groups]; arguments as for `rank_groups`."""
-    find, plan, _ = _finder(layer, prepared, strategy, device, stop)
+    find, plan, _ = _finder(layer, prepared, strategy, stop)
     return find(slice(None)), plan
 
 
@@ -108,7 +105,6 @@ def _finder(
     layer: Layer,
     prepared: PreparedRanking,
     strategy: str,
-    device: torch.device,
     stop: Stop | None,
 ) -> tuple[Callable[[slice], np.ndarray], Plan, int]:
     """What adds up all groups for a block of the queries, how, and for how many at a time."""
@@ -119,7 +115,7 @@ def _finder(
 
         def weights(block: slice) -> np.ndarray:
             part = replace(asked, queries=asked.queries[block])
-            return sums.total_weights(layer, part, way, device, stop)
+            return sums.total_weights(layer, part, way, stop)
 
         return weights, way.plan, size
     plan = _plan_contributions(contribution, strategy)
@@ -132,7 +128,7 @@ def _finder(
     def contributions(block: slice) -> np.ndarray:
         part = replace(asked, queries=asked.queries[block])
         of_block = contribution.part(block)
-        return _total_contributions(layer, part, of_block, prepared.find, device, stop)
+        return _total_contributions(layer, part, of_block, prepared.find, stop)
 
     return contributions, plan, size
 
@@ -152,14 +148,13 @@ def _total_contributions(
     asked: PreparedSums,
     contribution: Contribution,
     find: FindMetric | None,
-    device: torch.device,
     stop: Stop | None,
 ) -> np.ndarray:
     """Total contributions, float64 [n, groups]."""
     queries, grouping = asked.queries, asked.grouping
     if contribution.coefficients is not None:
-        total = ContributionSum(len(queries), Groups(grouping), contribution, device)
-        fold(layer, queries, asked.selected, [total], device, stop)
+        total = ContributionSum(len(queries), Groups(grouping), contribution)
+        fold(layer, queries, asked.selected, [total], stop)
         return total.result()
     assert find is not None
     directions = contribution.directions

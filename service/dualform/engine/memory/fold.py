@@ -48,15 +48,12 @@ class Fold:
     Args:
         queries: float32 [n, d_in], finite.
         reducers: Who takes the tiles.
-        device: Where tiles are multiplied.
     """
 
-    def __init__(
-        self, queries: torch.Tensor, reducers: Sequence[Reducer], device: torch.device
-    ) -> None:
+    def __init__(self, queries: torch.Tensor, reducers: Sequence[Reducer]) -> None:
         self.reducers = reducers
         self._longest = float(torch.linalg.vector_norm(queries.double(), dim=1).max())
-        self._queries = queries.to(device)
+        self._queries = queries
 
     def weights(self, tile: Tile) -> torch.Tensor:
         """The attention weights of a tile, [n, rows]."""
@@ -75,7 +72,6 @@ def fold(
     queries: torch.Tensor,
     selected: np.ndarray,
     reducers: Sequence[Reducer],
-    device: torch.device,
     stop: Stop | None,
 ) -> None:
     """Fold the selected rows of a layer of an index.
@@ -85,12 +81,11 @@ def fold(
         queries: float32 [n, d_in], finite.
         selected: bool [total], by position.
         reducers: Who takes the tiles.
-        device: Where tiles are multiplied.
         stop: Asked between tiles.
     """
-    asked = Fold(queries, reducers, device)
+    asked = Fold(queries, reducers)
     values = any(reducer.values for reducer in reducers)
     for shard in layer.shards:
         inside = selected[shard.start : shard.start + shard.rows]
-        for tile in shard.tiles(inside, len(queries), values=values, device=device, stop=stop):
+        for tile in shard.tiles(inside, len(queries), values=values, stop=stop):
             asked.take(tile)

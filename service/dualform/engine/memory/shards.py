@@ -238,16 +238,14 @@ class Shard:
         queries: int,
         *,
         values: bool = False,
-        device: torch.device | None = None,
         stop: Stop | None = None,
     ) -> Iterator[Tile]:
-        """Cut the selected rows into tiles, in order of position.
+        """Cut the selected rows into tiles, in order of position; one is valid until the next.
 
         Args:
             selected: bool [rows].
             queries: How many queries the tiles will be multiplied with.
             values: Whether tiles carry values.
-            device: Where tiles are put; None for the CPU. A tile is valid until the next.
             stop: Asked between tiles; True raises CancelledError.
         """
         count = int(np.count_nonzero(selected))
@@ -265,9 +263,6 @@ class Shard:
             check_stop(stop)
             tile_keys = self.keys.copy(inside, scratch[: len(positions)])
             tile_values = None if value_file is None else value_file.pick(inside)
-            if device is not None and device.type != "cpu":
-                tile_keys = tile_keys.to(device)
-                tile_values = None if tile_values is None else tile_values.to(device)
             tile_finite = None if finite is None else finite[inside]
             yield Tile(self.table, positions, tile_keys, tile_values, self.max_norm, tile_finite)
 

@@ -42,12 +42,12 @@ class Tile:
 
     def select(self, which: np.ndarray) -> Tile:
         """Those rows of the tile at these places, int64 [m] and ascending."""
-        on_device = torch.from_numpy(which).to(self.keys.device)
+        rows = torch.from_numpy(which)
         return Tile(
             self.table,
             self.positions[which],
-            self.keys[on_device],
-            None if self.values is None else self.values[on_device],
+            self.keys[rows],
+            None if self.values is None else self.values[rows],
             self.max_norm,
             None if self.finite is None else self.finite[which],
         )

@@ -25,7 +25,7 @@ def tile_weights(queries: torch.Tensor, keys: torch.Tensor, *, wide: bool) -> to
 
     Args:
         queries: float32 [n, d_in].
-        keys: float32 [rows, d_in], on the same device.
+        keys: float32 [rows, d_in].
         wide: As `needs_float64` says.
     """
     if wide:

@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeAlias
 
 from dualform.engine.api.index import Index
 from dualform.engine.api.opened import refusals
+from dualform.engine.devices.devices import Devices
 from dualform.engine.errors import (
     CancelledError,
     DataLossError,
@@ -41,6 +42,7 @@ from dualform.questions import (
     TopKQuestion,
     question_of,
 )
+from dualform.questions.placement import GPU_MEMORY
 from dualform.store.errors import DamagedError, StoreError, TooManyFilesError, VersionError
 from dualform.store.errors import NotFoundError as StoreNotFoundError
 from dualform.v1 import attribution_pb2 as pb
@@ -72,16 +74,16 @@ class Here:
     """Opens indexes in this process.
 
     Args:
-        device: "auto", "cpu" or "cuda".
+        devices: Where their rows may lie beside the host's memory.
         use_faiss: Whether FAISS proposes top-k rows; answers are the same without.
     """
 
-    def __init__(self, device: str = "auto", use_faiss: bool = True) -> None:
-        self._device, self._use_faiss = device, use_faiss
+    def __init__(self, devices: Devices, use_faiss: bool = True) -> None:
+        self._devices, self._use_faiss = devices, use_faiss
 
     def open(self, version: Version) -> Index:
         """See Opener."""
-        return Index.open(version.path, device=self._device, use_faiss=self._use_faiss)
+        return Index.open(version.path, devices=self._devices, use_faiss=self._use_faiss)
 
     def close(self) -> None:
         """See Opener."""
@@ -94,12 +96,14 @@ class Catalog:
         paths: Index directories, or folders of them, whose newest is served. One that cannot be
             opened stays listed as damaged, with the reason; the others answer.
         limits: What one request may ask for.
-        device: "auto", "cpu" or "cuda".
+        device, gpu_memory: As `Index.open` takes them; the indexes share the devices.
+        devices: In place of these two.
         use_faiss: Whether FAISS proposes top-k rows; answers are the same without.
-        opener: Opens them; None for `Here` with that device and FAISS. Closed with the catalog.
+        opener: Opens them; None for `Here` with these devices and FAISS. Closed with the catalog.
 
     Raises:
-        ValueError: No index at all, or a name that is not letters, digits, "_", ".", "-".
+        ValueError: No index at all, a name that is not letters, digits, "_", ".", "-", or a device
+            that is none, or not there.
     """
 
     def __init__(
@@ -107,13 +111,18 @@ class Catalog:
         paths: Mapping[str, Path],
         *,
         limits: Limits | None = None,
-        device: str = "auto",
+        device: str | Sequence[str] = "auto",
+        gpu_memory: float | str = GPU_MEMORY,
+        devices: Devices | None = None,
         use_faiss: bool = True,
         opener: Opener | None = None,
     ) -> None:
         _check_names(paths)
         self.limits = limits or Limits()
-        self._opener = opener or Here(device, use_faiss)
+        if devices is None:
+            devices = Devices.find(device, gpu_memory) if opener is None else Devices()
+        self.devices = devices
+        self._opener = opener or Here(self.devices, use_faiss)
         self._reloading = threading.Lock()
         # Replaced as a whole, never changed: whoever reads it sees one state.
         self._entries: Mapping[str, _Entry] = {
@@ -289,6 +298,7 @@ class Catalog:
             if entry.index is not None:
                 entry.index.close()
         self._opener.close()
+        self.devices.close()
 
     def _answered(self, request: Any, stop: Stop | None) -> Any:
         question = request if isinstance(request, Question) else question_of(request)
@@ -322,7 +332,11 @@ class Catalog:
             info.optimizer = index.optimizer
             if (sampling := responses.sampling(index.sampling)) is not None:
                 info.sampling.CopyFrom(sampling)
-            info.layers.extend(responses.layer_info(layer) for layer in index.layers.values())
+            info.layers.extend(
+                responses.layer_info(layer, self.devices.residences(layer))
+                for layer in index.layers.values()
+            )
+            info.devices.extend(map(responses.device_info, self.devices.states()))
         return pb.GetIndexResponse(index=info, limits=self._limits_message())
 
     def _limits_message(self) -> pb.Limits:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pyarrow as pa
 
 from dualform.engine.api.results import (
@@ -14,6 +16,7 @@ from dualform.engine.api.results import (
     TopK,
     WeightsChunk,
 )
+from dualform.engine.devices.devices import DeviceState, Residence
 from dualform.engine.memory.layer import Layer
 from dualform.engine.messages import wire
 from dualform.engine.plan.plan import Plan
@@ -88,8 +91,8 @@ def weights(chunk: WeightsChunk) -> pb.StreamWeightsResponse:
     return pb.StreamWeightsResponse(start=chunk.start, weights=wire.encode_tensor(chunk.weights))
 
 
-def layer_info(layer: Layer) -> pb.LayerInfo:
-    """What GetIndex tells of one layer."""
+def layer_info(layer: Layer, residences: Sequence[Residence]) -> pb.LayerInfo:
+    """What GetIndex tells of one layer, some of which may lie on devices."""
     return pb.LayerInfo(
         name=layer.name,
         kind=layer.kind,
@@ -104,6 +107,27 @@ def layer_info(layer: Layer) -> pb.LayerInfo:
         ],
         inexact=[pb.InexactMark(from_step=step, reason=reason) for step, reason in layer.inexact],
         dropped=layer.manifest.dropped,
+        residences=[
+            pb.Residence(
+                device=each.device,
+                rows=each.rows,
+                key_bytes=each.key_bytes,
+                value_bytes=each.value_bytes,
+            )
+            for each in residences
+        ],
+    )
+
+
+def device_info(state: DeviceState) -> pb.DeviceInfo:
+    """What GetIndex tells of a device."""
+    return pb.DeviceInfo(
+        name=state.name,
+        title=state.title,
+        memory_bytes=state.memory,
+        budget_bytes=state.budget,
+        used_bytes=state.used,
+        refused=state.refused or "",
     )
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from dualform.engine.memory.layer import Layer
 from dualform.engine.memory.residency import resident
+from dualform.engine.plan.offer import Offer
 
 # Seconds per byte of keys: read once, for each of the first eight queries, for each further one.
 _SCAN = (0.086e-9, 0.014e-9, 0.006e-9)
@@ -137,6 +138,23 @@ def top_k_seconds(
         + _CANDIDATE * returned,
     }
     return {name: spent + _CALL for name, spent in seconds.items()}
+
+
+def disk_seconds(layer: Layer, size: float) -> float:
+    """To read what the page cache does not hold of so many bytes of a layer."""
+    return (1 - resident(layer)) * size * _DISK
+
+
+def device_top_k_seconds(offer: Offer, hits: int, queries: int, of_rest: float) -> float:
+    """For a top-k by devices, whose proposals the CPU scores.
+
+    Args:
+        offer: What devices would do.
+        hits: Rows to return per query.
+        queries: How many.
+        of_rest: Seconds that the CPU takes for what lies on none.
+    """
+    return _CALL + offer.whole(of_rest) + _CANDIDATE * queries * hits
 
 
 def key_sums_seconds(layer: Layer, queries: int, runs: int) -> float:

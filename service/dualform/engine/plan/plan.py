@@ -13,7 +13,8 @@ class Plan:
     """How a question is answered, and why.
 
     Attributes:
-        strategy: "scan", "flat", "certified", "key_sums", "distinct_keys", "rebuilt" or "parts".
+        strategy: "scan", "flat", "certified", "key_sums", "distinct_keys", "device", "rebuilt" or
+            "parts".
         reason: One sentence.
         costs: Estimated seconds by strategy, of those that apply.
     """

@@ -15,9 +15,11 @@ from dualform.engine.memory.residency import resident
 from dualform.engine.plan.costs import (
     PRUNED_QUERIES,
     ByKeys,
+    device_top_k_seconds,
     top_k_by_keys_seconds,
     top_k_seconds,
 )
+from dualform.engine.plan.offer import Offer
 from dualform.engine.plan.plan import Plan, check_strategy, chosen
 
 _EXPECTED_KEPT = 0.02
@@ -25,12 +27,17 @@ _FORGETS = 0.9
 
 
 class Planner:
-    """Plans for the questions to one index; thread-safe."""
+    """Plans for the questions to one index; thread-safe.
 
-    def __init__(self) -> None:
+    Args:
+        pace: How many times as long as the model says the CPU takes, where that was measured.
+    """
+
+    def __init__(self, pace: float = 1.0) -> None:
         self._lock = threading.Lock()
         self._kept: dict[tuple[object, ...], float] = {}
-        self._pace = 1.0
+        self._pace = pace
+        self._of_devices = 1.0
 
     def top_k(
         self,
@@ -42,6 +49,7 @@ class Planner:
         refused: Mapping[str, str | None],
         strategy: str,
         by_keys: ByKeys | None = None,
+        offer: Offer | None = None,
     ) -> Plan:
         """Plan a top-k.
 
@@ -54,6 +62,7 @@ class Planner:
             refused: Why each strategy does not apply; None where it does.
             strategy: One of them, or "auto".
             by_keys: What a search by distinct keys comes to; None where it does not apply.
+            offer: What devices would do; None where they do not apply.
 
         Raises:
             InvalidArgumentError: The strategy is unknown, or does not apply.
@@ -72,12 +81,39 @@ class Planner:
         costs = {
             name: seconds * self._pace for name, seconds in costs.items() if refused[name] is None
         }
+        if offer is not None and refused["device"] is None:
+            rest = self.cpu_seconds(layer, hits, queries, offer.left, kept, refused)
+            by_devices = device_top_k_seconds(offer, hits, queries, min(rest.values()))
+            costs["device"] = self._of_devices * by_devices
         reason = (
             f"sketches are expected to leave {100 * kept:.2g} % of the rows to be read"
             if refused["certified"] is None
             else f"no certified pruning: {refused['certified']}"
         )
         return chosen(strategy, costs, reason)
+
+    def cpu_seconds(
+        self,
+        layer: Layer,
+        hits: int,
+        queries: int,
+        rows: int,
+        kept: float,
+        refused: Mapping[str, str | None],
+    ) -> dict[str, float]:
+        """What the CPU's own ways take for so many rows, of those that apply."""
+        costs = top_k_seconds(layer, hits, queries, rows, kept, resident(layer))
+        return {name: cost * self._pace for name, cost in costs.items() if refused[name] is None}
+
+    def rest(
+        self, layer: Layer, order: str, hits: int, queries: int, offer: Offer,
+        refused: Mapping[str, str | None],
+    ) -> tuple[str, bool]:  # fmt: skip
+        """The CPU's way for what lies on no device, and whether to bring that to one instead."""
+        kept = self._expected(_key(layer, order, hits, queries))
+        costs = self.cpu_seconds(layer, hits, queries, offer.left, kept, refused)
+        best = min(costs, key=lambda name: costs[name])
+        return best, offer.streams(costs[best])
 
     def learn(
         self, layer: Layer, order: str, hits: int, queries: int, plan: Plan, kept: float | None,
@@ -99,8 +135,13 @@ class Planner:
             elif key in self._kept and "certified" in plan.costs:
                 # Another query may fare better: what is remembered against pruning fades.
                 self._kept[key] *= _FORGETS
-            ratio = seconds / plan.costs[plan.strategy]
-            self._pace *= min(2.0, max(0.5, ratio)) ** 0.2
+            correction = min(2.0, max(0.5, seconds / plan.costs[plan.strategy])) ** 0.2
+            if plan.strategy == "device":
+                self._of_devices *= correction
+            else:
+                self._pace *= correction
+                # A device that was busy may be faster next time.
+                self._of_devices = 1 + (self._of_devices - 1) * _FORGETS
 
     def _expected(self, key: tuple[object, ...]) -> float:
         with self._lock:

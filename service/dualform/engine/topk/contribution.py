@@ -50,7 +50,7 @@ class Contribution:
         """c, c' and e.g, float64 [m], of rows at these positions, each for its own query, int64 [m]
         both, in any order. The sums of e.g are taken in an order that depends on nothing but d_out.
         """
-        of_weight, of_bias = self.factors(layer.space.steps[positions], torch.device("cpu"))
+        of_weight, of_bias = self.factors(layer.space.steps[positions])
         read, place = np.unique(positions, return_inverse=True)
         if self.directions is None:
             along = layer.values_at(read, self.unit).astype(np.float64)[place]
@@ -65,8 +65,8 @@ class Contribution:
         """Likewise of rows of a tile by their places in it, each for its own query, int64 [m]
         both."""
         assert tile.values is not None
-        of_weight, of_bias = self.factors(tile.steps[rows], torch.device("cpu"))
-        values = tile.values[torch.from_numpy(rows).to(tile.values.device)].cpu()
+        of_weight, of_bias = self.factors(tile.steps[rows])
+        values = tile.values[torch.from_numpy(rows)]
         if self.directions is None:
             along = values[:, self.unit].double().numpy()
         else:
@@ -81,12 +81,9 @@ class Contribution:
             weights: Attention weights [n, rows], of all queries.
         """
         assert tile.values is not None
-        of_weight, of_bias = self.factors(tile.steps, weights.device)
+        of_weight, of_bias = self.factors(tile.steps)
         values = tile.values.double()
-        if self.directions is None:
-            e = values[:, self.unit]
-        else:
-            e = self.directions.to(weights.device).double() @ values.T
+        e = values[:, self.unit] if self.directions is None else self.directions.double() @ values.T
         return (weights.double() * of_weight + of_bias) * e
 
     def of_tile(
@@ -108,7 +105,7 @@ class Contribution:
             float64 [n, rows] both; NaN, which is never ranked, where a value is not finite.
         """
         assert tile.values is not None
-        of_weight, of_bias = self.factors(tile.steps, weights.device)
+        of_weight, of_bias = self.factors(tile.steps)
         parts = weights.double() * of_weight
         if self.directions is None:
             e = tile.values[:, self.unit].double()
@@ -117,7 +114,7 @@ class Contribution:
             rounding = (parts.abs() + of_bias.abs()) * e.abs() * 2.0**-50
             return (parts + of_bias) * e, errors * (of_weight * e).abs() + rounding
         g = self.directions if which is None else self.directions[torch.from_numpy(which)]
-        g, values = g.to(weights.device).double(), tile.values.double()
+        g, values = g.double(), tile.values.double()
         e = g @ values.T
         e = torch.where(torch.isfinite(e), e, torch.nan)
         # The sum of d_out products in any order, with Cauchy-Schwarz for its size.
@@ -128,10 +125,10 @@ class Contribution:
         bound = errors * of_weight.abs() * (e.abs() + off) + size * (off + e.abs() * 2.0**-50)
         return (parts + of_bias) * e, bound
 
-    def factors(self, steps: np.ndarray, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    def factors(self, steps: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """c and c' of rows of these steps, int64 [m]: float64 [m]."""
         assert self.coefficients is not None
-        of_weight, of_bias = row_coefficients(self.coefficients, steps, device)
+        of_weight, of_bias = row_coefficients(self.coefficients, steps)
         return of_weight, torch.zeros_like(of_weight) if of_bias is None else of_bias
 
 

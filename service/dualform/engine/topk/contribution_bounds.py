@@ -185,7 +185,7 @@ class ContributionBounds:
         over_shards(fill, range(len(parts)), len(self._z))
 
     def _factors(self, where: slice | np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._contribution.factors(self._layer.space.steps[where], torch.device("cpu"))
+        return self._contribution.factors(self._layer.space.steps[where])
 
     def _unit_values(self, where: slice | np.ndarray) -> torch.Tensor:
         positions = np.arange(where.start, where.stop) if isinstance(where, slice) else where

@@ -71,7 +71,6 @@ class DistinctKeys:
         layer: Whose memory.
         queries: float32 [n, d_in], finite.
         ranking: What is ranked.
-        device: Where tiles are multiplied.
         strategy: How the keys are found: "certified" or "scan".
         stop: Asked between tiles.
 
@@ -85,17 +84,20 @@ class DistinctKeys:
         layer: Layer,
         queries: torch.Tensor,
         ranking: Ranking,
-        device: torch.device,
         strategy: str,
         stop: Stop | None,
     ) -> None:
         self._layer = layer
         self._queries = queries
         self._ranking = ranking
-        self._device = device
         self._strategy = strategy
         self._stop = stop
         self.asked = self.kept = self.keys = 0
+
+    @property
+    def kept_share(self) -> float | None:
+        """As `Scan` has it."""
+        return self.kept / self.asked if self.asked else None
 
     def run(self, selected: np.ndarray) -> Hits:
         """Answer over the selected rows, bool [total]: those whose keys are finite."""
@@ -127,7 +129,7 @@ class DistinctKeys:
     def _find(self, queries: torch.Tensor, k: int, standing: np.ndarray) -> Hits:
         """The k best of the rows that stand for their keys, bool [total]."""
         ranking = replace(self._ranking, k=k)
-        scan = Scan(self._layer, queries, ranking, self._device, self._strategy, False, self._stop)
+        scan = Scan(self._layer, queries, ranking, self._strategy, False, self._stop)
         hits = scan.run(standing)
         self.asked += scan.asked
         self.kept += scan.kept

@@ -11,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from dualform.engine.devices import flat
 from dualform.engine.errors import DataLossError
 from dualform.engine.memory.layer import Layer
 from dualform.engine.memory.shards import Shard, Stop, as_slice, check_stop, tile_rows
@@ -19,7 +20,6 @@ from dualform.engine.memory.tiles import Tile
 from dualform.engine.memory.weights import needs_float64, tile_weights
 from dualform.engine.plan.costs import PRUNED_QUERIES, pruning_pays
 from dualform.engine.threads import over_shards
-from dualform.engine.topk import flat
 from dualform.engine.topk.contribution_bounds import Bounds, ContributionBounds, WeightBounds
 from dualform.engine.topk.ranking import Ranking
 from dualform.engine.topk.top_k import Hits, TopK, candidates
@@ -37,7 +37,7 @@ _FEW_QUERIES = 8
 _SEEDED_GROUPS = 64
 
 
-def sketches_apply(layer: Layer, ranking: Ranking, device: torch.device) -> str | None:
+def sketches_apply(layer: Layer, ranking: Ranking) -> str | None:
     """Why sketches can't answer this question; None where they can."""
     try:
         if layer.basis is None:
@@ -47,10 +47,10 @@ def sketches_apply(layer: Layer, ranking: Ranking, device: torch.device) -> str 
     contribution = ranking.contribution
     if contribution is not None and contribution.coefficients is None:
         return "sketches bound weights, and each step has its own metric"
-    return None if device.type == "cpu" else "sketches are read on the CPU alone"
+    return None
 
 
-def faiss_applies(layer: Layer, ranking: Ranking, whole: bool, device: torch.device) -> str | None:
+def faiss_applies(layer: Layer, ranking: Ranking, whole: bool) -> str | None:
     """Why FAISS can't answer this question, of all rows or not; None where it can."""
     for given, what in (
         (ranking.grouping, "group_by"),
@@ -65,8 +65,6 @@ def faiss_applies(layer: Layer, ranking: Ranking, whole: bool, device: torch.dev
         return "FAISS knows no absolute order"
     if not whole:
         return "FAISS searches whole shards, not what a filter leaves of them"
-    if device.type != "cpu":
-        return "FAISS searches on the CPU alone"
     most = flat.MAX_K - _FAISS_SLACK
     return None if ranking.k <= most else f"k is {ranking.k:,}; FAISS is asked for at most {most:,}"
 
@@ -84,7 +82,6 @@ class Scan:
         layer: Whose memory.
         queries: float32 [n, d_in], finite.
         ranking: What is ranked.
-        device: Where tiles are multiplied.
         strategy: "certified", "flat" or "scan"; one that applies.
         faiss: Whether FAISS applies: then it takes over where sketches prune badly.
         stop: Asked between tiles.
@@ -99,7 +96,6 @@ class Scan:
         layer: Layer,
         queries: torch.Tensor,
         ranking: Ranking,
-        device: torch.device,
         strategy: str,
         faiss: bool,
         stop: Stop | None,
@@ -107,11 +103,15 @@ class Scan:
         self._layer = layer
         self._queries = queries
         self._ranking = ranking
-        self._device = device
         self._use_sketches = strategy == "certified"
         self._use_faiss = strategy == "flat" or (strategy == "certified" and faiss)
         self._stop = stop
         self.asked = self.kept = 0
+
+    @property
+    def kept_share(self) -> float | None:
+        """Share of the rows that sketches could not rule out; None where they were not asked."""
+        return self.kept / self.asked if self.asked else None
 
     def run(self, selected: np.ndarray) -> Hits:
         """Answer over the selected rows, bool [total]: those whose keys are finite."""
@@ -127,6 +127,13 @@ class Scan:
 
     def _run_block(self, queries: torch.Tensor, ranking: Ranking, selected: np.ndarray) -> Hits:
         best = TopK(queries, ranking, self._layer)
+        self.propose(queries, ranking, selected, best)
+        return best.result()
+
+    def propose(
+        self, queries: torch.Tensor, ranking: Ranking, selected: np.ndarray, best: TopK
+    ) -> None:
+        """Offer every row that may matter, of the selected ones, bool [total]."""
         searched = []
         for shard in self._unpruned(queries, ranking, selected, best):
             inside = selected[shard.start : shard.start + shard.rows]
@@ -146,7 +153,15 @@ class Scan:
                 best.forget(unsure, shard.start, shard.start + shard.rows)
                 everything = np.ones(shard.rows, bool)
                 self._scan(shard, everything, queries, best, unsure)
-        return best.result()
+
+    def look_at_all(
+        self, queries: torch.Tensor, selected: np.ndarray, best: TopK, which: np.ndarray
+    ) -> None:
+        """Offer rows to some queries, int64 [n], from a scan of the selected ones, bool [total]."""
+        for shard in self._layer.shards:
+            inside = selected[shard.start : shard.start + shard.rows]
+            if inside.any():
+                self._scan(shard, inside, queries, best, which)
 
     def _search(self, shards: list[Shard], queries: torch.Tensor, best: TopK) -> list[np.ndarray]:
         """Propose what FAISS finds in these shards; each one's last merits, float32 [n]."""
@@ -159,7 +174,8 @@ class Scan:
         last = []
         for shard, found in zip(shards, over_shards(search, shards, len(queries)), strict=True):
             merits, inside = found
-            best.add_matrix(merits, inside + shard.start)
+            of_query = np.repeat(np.arange(len(queries)), merits.shape[1])
+            best.add_weights(of_query, merits.reshape(-1), inside.reshape(-1) + shard.start)
             last.append(merits[:, -1])
         return last
 
@@ -290,12 +306,8 @@ class Scan:
     ) -> None:
         """Propose rows of a shard for all queries, or for those named."""
         asked = queries if which is None else queries[torch.from_numpy(which)]
-        asked = asked.to(self._device)
         wide = needs_float64(best.longest_query, shard.max_norm)
-        tiles = shard.tiles(
-            selected, len(asked), values=best.values, device=self._device, stop=self._stop
-        )
-        for tile in tiles:
+        for tile in shard.tiles(selected, len(asked), values=best.values, stop=self._stop):
             best.update(tile, tile_weights(asked, tile.keys, wide=wide), which)
 
 

@@ -47,7 +47,7 @@ class Scores:
         scores = np.empty(len(rows), np.float32)
         for first in range(0, len(rows), KEYS_TOGETHER):
             part = slice(first, first + KEYS_TOGETHER)
-            keys = tile.keys[torch.from_numpy(rows[part]).to(tile.keys.device)].cpu()
+            keys = tile.keys[torch.from_numpy(rows[part])]
             asked = self._queries[torch.from_numpy(queries[part])]
             dots = ExactDots(keys, asked, tile.max_norm)
             if self._contribution is None:

@@ -148,19 +148,23 @@ class TopK:
         positions = np.arange(where.start, where.stop) if isinstance(where, slice) else where
         return value_codes(self._distinct, self._layer.space, positions)
 
-    def add_matrix(self, merits: np.ndarray, positions: np.ndarray) -> None:
-        """Take proposals by weight, float32 and int64 [n, m], of a single group of the layer."""
+    def add_weights(self, queries: np.ndarray, merits: np.ndarray, positions: np.ndarray) -> None:
+        """Take proposals by weight, of a single group of the layer.
+
+        Args:
+            queries: int64 [m], whose.
+            merits: float32 [m].
+            positions: int64 [m]; those of a query differ.
+        """
         assert self._layer is not None
-        cells = np.repeat(np.arange(len(merits)), merits.shape[1])
-        wide, flat_positions = merits.reshape(-1).astype(np.float64), positions.reshape(-1)
-        ids, values = self._layer.space.ids[flat_positions], self.stands_for(flat_positions)
+        ids, values = self._layer.space.ids[positions], self.stands_for(positions)
         self._add(
             Candidates(
-                cells,
-                wide,
-                self.error[cells],
+                queries,
+                merits.astype(np.float64),
+                self.error[queries],
                 ids,
-                flat_positions,
+                positions,
                 np.zeros_like(ids) if values is None else values,
                 np.full(len(ids), np.nan, np.float32),
             )
@@ -174,15 +178,12 @@ class TopK:
             weights: [n, rows].
             which: The queries that the weights belong to, int64 [n]; None for all.
         """
-        device = weights.device
         errors = self._errors(tile.max_norm)[:, None]
         if which is not None:
             errors = errors[torch.from_numpy(which)]
-        errors = errors.to(device)
         if tile.finite is not None:
             # NaN is never ranked.
-            finite = torch.from_numpy(tile.finite).to(device)
-            weights = torch.where(finite, weights, torch.nan)
+            weights = torch.where(torch.from_numpy(tile.finite), weights, torch.nan)
         if self._contribution is not None:
             weights, errors = self._contribution.of_tile(tile, weights, errors, which)
         merits = merit(weights, self._order)
@@ -195,15 +196,15 @@ class TopK:
             limits = limits[which]
         if codes is not None:
             limits = np.ascontiguousarray(limits)[:, codes]
-        possible = merits >= _threshold(torch.from_numpy(limits).to(device), errors, merits.dtype)
+        possible = merits >= _threshold(torch.from_numpy(limits), errors, merits.dtype)
         if self._layer is None:
             self._cut(possible, merits, errors, codes)
         query, row = torch.nonzero(possible, as_tuple=True)
         if not len(query):
             return
-        found = merits[query, row].double().cpu().numpy()
-        found_errors = errors.expand(merits.shape)[query, row].cpu().numpy()
-        queries, rows = query.cpu().numpy(), row.cpu().numpy()
+        found = merits[query, row].double().numpy()
+        found_errors = errors.expand(merits.shape)[query, row].numpy()
+        queries, rows = query.numpy(), row.numpy()
         if which is not None:
             queries = which[queries]
         cells = queries
@@ -423,14 +424,14 @@ class TopK:
         for group in groups.tolist():
             members: slice | torch.Tensor = slice(None)
             if codes is not None:
-                members = torch.from_numpy(np.flatnonzero(codes == group)).to(merits.device)
+                members = torch.from_numpy(np.flatnonzero(codes == group))
             inside = lows[:, members]
             if inside.shape[1] <= self._k:
                 continue
             kth = torch.topk(inside, self._k, dim=1).values[:, -1:].double()
-            limits = torch.from_numpy(_limits((kth - errors if alike else kth).cpu().numpy()))
+            limits = torch.from_numpy(_limits((kth - errors if alike else kth).numpy()))
             group_errors = errors if alike else errors[:, members]
-            least = _threshold(limits.to(merits.device), group_errors, merits.dtype)
+            least = _threshold(limits, group_errors, merits.dtype)
             possible[:, members] &= merits[:, members] >= least
 
 

@@ -92,14 +92,14 @@ def plain_output(layer: Parameters, state: State, queries: torch.Tensor) -> np.n
 
 
 def row_coefficients(
-    coefficients: LayerCoefficients, steps: np.ndarray, device: torch.device
+    coefficients: LayerCoefficients, steps: np.ndarray
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """c, and c' where there is a bias, of rows of these steps, int64 [m]: float64 [m]."""
     steps = steps - coefficients.start
-    of_weight = torch.from_numpy(coefficients.weight.c[steps]).to(device)
+    of_weight = torch.from_numpy(coefficients.weight.c[steps])
     if coefficients.bias is None:
         return of_weight, None
-    return of_weight, torch.from_numpy(coefficients.bias.c[steps]).to(device)
+    return of_weight, torch.from_numpy(coefficients.bias.c[steps])
 
 
 def left_behind(

@@ -72,7 +72,6 @@ class DistinctSum:
         grouping: The groups.
         pairs: The rows that take part, counted.
         absolute: Add |weight|.
-        device: Where the weights are.
     """
 
     values = False
@@ -83,15 +82,14 @@ class DistinctSum:
         grouping: Grouping,
         pairs: Pairs,
         absolute: bool,
-        device: torch.device,
     ) -> None:
         self._pairs = pairs
         self._absolute = absolute
-        self._totals = GroupTotals(Groups(grouping), (queries,), device)
+        self._totals = GroupTotals(Groups(grouping), (queries,))
 
     def update(self, tile: Tile, weights: torch.Tensor) -> None:
         """Take a tile and its weights, [n, rows]."""
-        pairs, device, totals = self._pairs, weights.device, self._totals.tensor()
+        pairs, totals = self._pairs, self._totals.tensor()
         ends = np.searchsorted(pairs.first, [tile.positions[0], tile.positions[-1] + 1])
         inside = slice(*ends.tolist())
         rows = np.searchsorted(tile.positions, pairs.first[inside])
@@ -100,7 +98,6 @@ class DistinctSum:
             torch.from_numpy(np.stack([pairs.groups[inside], rows])),
             torch.from_numpy(pairs.counts[inside]),
             (len(totals), len(tile.positions)),
-            device=device,
             check_invariants=False,
         )
         if self._absolute:

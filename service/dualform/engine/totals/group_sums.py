@@ -17,12 +17,11 @@ class GroupTotals:
     Args:
         groups: The groups.
         shape: Of each group's tensor.
-        device: Where they are.
     """
 
-    def __init__(self, groups: Groups, shape: Sequence[int], device: torch.device) -> None:
+    def __init__(self, groups: Groups, shape: Sequence[int]) -> None:
         self.groups = groups
-        self._totals = torch.zeros((len(groups), *shape), dtype=torch.float64, device=device)
+        self._totals = torch.zeros((len(groups), *shape), dtype=torch.float64, device="cpu")
 
     def tensor(self) -> torch.Tensor:
         """The totals by group number, [at least groups, ...], to be added to."""
@@ -35,16 +34,16 @@ class GroupTotals:
 
     def merge(self, other: GroupTotals) -> None:
         """Add another's totals to those of the same groups."""
-        numbers = torch.from_numpy(self.groups.join(other.groups)).to(self._totals.device)
-        added = other.tensor()[: len(other.groups)].to(self._totals.device)
+        numbers = torch.from_numpy(self.groups.join(other.groups))
+        added = other.tensor()[: len(other.groups)]
         self.tensor().index_add_(0, numbers, added)
 
     def ordered(self) -> torch.Tensor:
         """The totals in the order of the groups' values, float64 [groups, ...], on the CPU."""
         if self.groups.in_order:
-            return self.tensor()[: len(self.groups)].cpu()
+            return self.tensor()[: len(self.groups)]
         _, order = self.groups.ordered()
-        return self.tensor()[torch.from_numpy(order).to(self._totals.device)].cpu()
+        return self.tensor()[torch.from_numpy(order)]
 
 
 class GroupSum:
@@ -54,15 +53,14 @@ class GroupSum:
         queries: Number of queries.
         groups: The groups.
         absolute: Add |weight|.
-        device: Where the weights are.
     """
 
     values = False
 
-    def __init__(self, queries: int, groups: Groups, absolute: bool, device: torch.device) -> None:
+    def __init__(self, queries: int, groups: Groups, absolute: bool) -> None:
         self._groups = groups
         self._absolute = absolute
-        self._totals = GroupTotals(groups, (queries,), device)
+        self._totals = GroupTotals(groups, (queries,))
 
     def update(self, tile: Tile, weights: torch.Tensor) -> None:
         """Take a tile and its weights, [n, rows]."""
@@ -72,19 +70,18 @@ class GroupSum:
             weights = weights.abs()
         found = few_runs(codes)
         if found is None:
-            numbers = torch.from_numpy(codes).to(weights.device)
-            totals.index_add_(0, numbers, weights.T.double())
+            totals.index_add_(0, torch.from_numpy(codes), weights.T.double())
             return
         if found.order is not None:
-            weights = weights[:, found.order.to(weights.device)]
+            weights = weights[:, found.order]
         for group, first, last in found.spans:
             totals[group] += weights[:, first:last].sum(1, dtype=torch.float64)
 
     def add_runs(self, groups: np.ndarray, weights: np.ndarray) -> None:
         """Take whole runs: their groups, int32 [runs], and total weights, float64 [n, runs]."""
         totals = self._totals.tensor()
-        parts = torch.from_numpy(np.ascontiguousarray(weights.T)).to(totals.device)
-        totals.index_add_(0, torch.from_numpy(groups).to(totals.device), parts)
+        parts = torch.from_numpy(np.ascontiguousarray(weights.T))
+        totals.index_add_(0, torch.from_numpy(groups), parts)
 
     def merge(self, other: GroupSum) -> None:
         """Take what another added up, signed or absolute as this one, of other rows."""
@@ -140,20 +137,19 @@ class KeySum:
     Args:
         d_in: Length of a key.
         groups: The groups.
-        device: Where the keys are.
     """
 
     values = False
 
-    def __init__(self, d_in: int, groups: Groups, device: torch.device) -> None:
+    def __init__(self, d_in: int, groups: Groups) -> None:
         self._groups = groups
-        self._totals = GroupTotals(groups, (d_in,), device)
+        self._totals = GroupTotals(groups, (d_in,))
 
     def update(self, tile: Tile, weights: torch.Tensor) -> None:
         """Take a tile."""
         numbers = torch.from_numpy(self._groups.codes(tile.table, tile.positions))
         totals = self._totals.tensor()
-        totals.index_add_(0, numbers.to(totals.device), tile.keys.double())
+        totals.index_add_(0, numbers, tile.keys.double())
 
     def merge(self, other: KeySum) -> None:
         """Take what another added up of other rows."""

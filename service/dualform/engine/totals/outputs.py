@@ -140,13 +140,11 @@ class DualOutputs:
     Args:
         ledger: What the optimizer did.
         states: The index's stored weights.
-        device: Where tiles are multiplied.
     """
 
-    def __init__(self, ledger: Ledger, states: States, device: torch.device) -> None:
+    def __init__(self, ledger: Ledger, states: States) -> None:
         self._ledger = ledger
         self._states = states
-        self._device = device
         self._left: dict[str, LayerCoefficients] = {}
         self._followed = FollowedParts(ledger)
         self._remainders: dict[str, Affine | None] = {}
@@ -174,15 +172,15 @@ class DualOutputs:
         if not question.explained:
             parts = self._unexplained(layer, question)
             if also:
-                fold(layer, question.queries, question.selected, also, self._device, stop)
+                fold(layer, question.queries, question.selected, also, stop)
         elif stored is not None:
             parts = self._by_stored_parts(layer, question, stored)
             if also:
-                fold(layer, question.queries, question.selected, also, self._device, stop)
+                fold(layer, question.queries, question.selected, also, stop)
         elif not self._ledger.family.scalar:
             parts = self._by_following(layer, question, stop)
             if also:
-                fold(layer, question.queries, question.selected, also, self._device, stop)
+                fold(layer, question.queries, question.selected, also, stop)
         else:
             parts = self._by_coefficients(layer, question, stop, also)
         if parts.residual is None and question.at_step is None:
@@ -372,9 +370,7 @@ class DualOutputs:
     ) -> np.ndarray:
         if question.elsewhere is not None:
             return question.elsewhere(coefficients.start, grouping is not None)
-        return rows_part(
-            layer, question.queries, coefficients, grouping, selected, self._device, stop, also
-        )
+        return rows_part(layer, question.queries, coefficients, grouping, selected, stop, also)
 
 
 def _difference(whole: Affine, part: Affine) -> Affine:

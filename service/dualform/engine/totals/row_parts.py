@@ -31,7 +31,6 @@ class WeightedValues:
         d_out: Length of a value.
         coefficients: What each row counts, by its step.
         groups: The groups to keep apart.
-        device: Where the tiles are.
     """
 
     values = True
@@ -42,16 +41,15 @@ class WeightedValues:
         d_out: int,
         coefficients: LayerCoefficients,
         groups: Groups,
-        device: torch.device,
     ) -> None:
         self._coefficients = coefficients
         self._groups = groups
-        self._totals = GroupTotals(groups, (queries, d_out), device)
+        self._totals = GroupTotals(groups, (queries, d_out))
 
     def update(self, tile: Tile, weights: torch.Tensor) -> None:
         """Take a tile and its weights, [n, rows]."""
         assert tile.values is not None
-        of_weight, of_bias = row_coefficients(self._coefficients, tile.steps, weights.device)
+        of_weight, of_bias = row_coefficients(self._coefficients, tile.steps)
         factors = weights.to(torch.float64, copy=True).mul_(of_weight)
         if of_bias is not None:
             factors += of_bias
@@ -59,7 +57,7 @@ class WeightedValues:
         found = tile_runs(self._groups, tile.table, tile.positions)
         totals = self._totals.tensor()
         if found.order is not None:
-            order = found.order.to(weights.device)
+            order = found.order
             factors, values = factors[:, order], values[order]
         for group, first, last in found.spans:
             totals[group].addmm_(factors[:, first:last], values[first:last])
@@ -79,7 +77,6 @@ def rows_part(
     coefficients: LayerCoefficients,
     grouping: Grouping | None,
     selected: np.ndarray,
-    device: torch.device,
     stop: Stop | None,
     also: Sequence[Reducer] = (),
 ) -> np.ndarray:
@@ -93,13 +90,13 @@ def rows_part(
     groups = 1 if grouping is None else len(grouping.values)
     cheaper = len(queries) * (manifest.d_in + manifest.d_out) > manifest.d_in * manifest.d_out
     if cheaper and groups * manifest.d_in * manifest.d_out * 8 <= REBUILD_BYTES:
-        weight, bias = rebuild(layer, coefficients, grouping, selected, device, stop)
-        out = torch.einsum("nd,god->ngo", queries.double().to(device), weight)
+        weight, bias = rebuild(layer, coefficients, grouping, selected, stop)
+        out = torch.einsum("nd,god->ngo", queries.double(), weight)
         if also:
-            fold(layer, queries, selected, also, device, stop)
-        return np.asarray((out if bias is None else out + bias).cpu().numpy())
-    total = WeightedValues(len(queries), manifest.d_out, coefficients, Groups(grouping), device)
-    fold(layer, queries, selected, [total, *also], device, stop)
+            fold(layer, queries, selected, also, stop)
+        return np.asarray((out if bias is None else out + bias).numpy())
+    total = WeightedValues(len(queries), manifest.d_out, coefficients, Groups(grouping))
+    fold(layer, queries, selected, [total, *also], stop)
     return total.result()
 
 
@@ -108,7 +105,6 @@ def rebuild(
     coefficients: LayerCoefficients,
     grouping: Grouping | None,
     selected: np.ndarray,
-    device: torch.device,
     stop: Stop | None = None,
     watch: Callable[[Tile], None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -119,7 +115,6 @@ def rebuild(
         coefficients: What each row counts.
         grouping: Groups to keep apart, or None for a single one.
         selected: bool [total], by position.
-        device: Where tiles are multiplied.
         stop: Asked between tiles.
         watch: Called with each tile.
 
@@ -128,21 +123,19 @@ def rebuild(
     """
     manifest, kept_apart = layer.manifest, Groups(grouping)
     groups = len(kept_apart)
-    weight = torch.zeros(
-        (groups, manifest.d_out, manifest.d_in), dtype=torch.float64, device=device
-    )
+    weight = torch.zeros((groups, manifest.d_out, manifest.d_in), dtype=torch.float64, device="cpu")
     bias = None
     if coefficients.bias is not None:
-        bias = torch.zeros((groups, manifest.d_out), dtype=torch.float64, device=device)
+        bias = torch.zeros((groups, manifest.d_out), dtype=torch.float64, device="cpu")
     for shard in layer.shards:
         inside = selected[shard.start : shard.start + shard.rows]
-        for tile in shard.tiles(inside, 1, values=True, device=device, stop=stop):
+        for tile in shard.tiles(inside, 1, values=True, stop=stop):
             assert tile.values is not None
-            of_weight, of_bias = row_coefficients(coefficients, tile.steps, device)
+            of_weight, of_bias = row_coefficients(coefficients, tile.steps)
             keys, values = tile.keys.double(), tile.values.double()
             found = tile_runs(kept_apart, tile.table, tile.positions)
             if found.order is not None:
-                order = found.order.to(device)
+                order = found.order
                 keys, values, of_weight = keys[order], values[order], of_weight[order]
                 of_bias = None if of_bias is None else of_bias[order]
             for group, first, last in found.spans:

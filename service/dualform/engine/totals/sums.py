@@ -167,23 +167,20 @@ def _no_key_sums(layer: Layer, prepared: PreparedSums, whole: np.ndarray, rows: 
     return f"{rows:,} rows are in no run whose key sum can stand for them"
 
 
-def total_weights(
-    layer: Layer, prepared: PreparedSums, way: Way, device: torch.device, stop: Stop | None
-) -> np.ndarray:
+def total_weights(layer: Layer, prepared: PreparedSums, way: Way, stop: Stop | None) -> np.ndarray:
     """Total attention weights.
 
     Args:
         layer: Whose rows.
         prepared: What is asked.
         way: How, by `plan`.
-        device: Where tiles are multiplied.
         stop: Asked between tiles.
 
     Returns:
         float64 [n, groups].
     """
     queries, grouping = prepared.queries, prepared.grouping
-    total = GroupSum(len(queries), Groups(grouping), prepared.absolute, device)
+    total = GroupSum(len(queries), Groups(grouping), prepared.absolute)
     if way.summed.any():
         assert layer.run_sums is not None
         weights = queries.double().numpy() @ layer.run_sums[way.summed].T
@@ -191,12 +188,12 @@ def total_weights(
     if way.rest is None:
         return total.result()
     if way.standing is None:
-        fold(layer, queries, way.rest, [total], device, stop)
+        fold(layer, queries, way.rest, [total], stop)
         return total.result()
     assert layer.first_equal is not None
     pairs = Pairs.count(layer.first_equal, way.rest, grouping)
-    distinct = DistinctSum(len(queries), grouping, pairs, prepared.absolute, device)
-    fold(layer, queries, way.standing, [distinct], device, stop)
+    distinct = DistinctSum(len(queries), grouping, pairs, prepared.absolute)
+    fold(layer, queries, way.standing, [distinct], stop)
     totals = total.result()
     totals += distinct.result()
     return totals

@@ -1,0 +1,89 @@
+"""A CUDA GPU, through torch and FAISS's GPU part.
+
+FAISS's exact search runs over the keys where torch has them (`bfKnn`, which is what GpuIndexFlatIP
+runs over its own copy): one copy in GPU memory serves both. Written, not yet run on hardware.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+class Gpu:
+    """A GPU; see `Device`.
+
+    Args:
+        number: torch's and FAISS's.
+    """
+
+    def __init__(self, number: int) -> None:
+        import faiss
+
+        self.name = f"cuda:{number}"
+        self.where = torch.device("cuda", number)
+        found = torch.cuda.get_device_properties(self.where)
+        self.title, self.memory = str(found.name), int(found.total_memory)
+        self._number = number
+        self._faiss: Any = faiss
+        self._resources: Any = faiss.StandardGpuResources()
+
+    def free(self) -> int:
+        return int(torch.cuda.mem_get_info(self.where)[0])
+
+    def bound_scratch(self, size: int) -> None:
+        self._resources.setTempMemory(size)
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        with torch.cuda.device(self.where):
+            # FAISS's kernels in the order of torch's.
+            stream = torch.cuda.current_stream(self.where).cuda_stream
+            self._resources.setDefaultStream(
+                self._number, self._faiss.cast_integer_to_cudastream_t(stream)
+            )
+            yield
+
+    def empty(self, rows: int, width: int) -> torch.Tensor:
+        return torch.empty((rows, width), dtype=torch.float32, device=self.where)
+
+    def nearest(
+        self, keys: torch.Tensor, queries: torch.Tensor, k: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        faiss = self._faiss
+        scores = torch.empty((len(queries), k), dtype=torch.float32, device=self.where)
+        places = torch.empty((len(queries), k), dtype=torch.int64, device=self.where)
+        asked = faiss.GpuDistanceParams()
+        asked.metric = faiss.METRIC_INNER_PRODUCT
+        asked.k, asked.dims = k, keys.shape[1]
+        asked.vectors = faiss.cast_integer_to_float_ptr(keys.data_ptr())
+        asked.vectorsRowMajor, asked.numVectors = True, len(keys)
+        asked.queries = faiss.cast_integer_to_float_ptr(queries.data_ptr())
+        asked.queriesRowMajor, asked.numQueries = True, len(queries)
+        asked.vectorType = asked.queryType = faiss.DistanceDataType_F32
+        asked.outDistances = faiss.cast_integer_to_float_ptr(scores.data_ptr())
+        asked.outIndices = faiss.cast_integer_to_idx_t_ptr(places.data_ptr())
+        asked.outIndicesType = faiss.IndicesDataType_I64
+        asked.device, asked.use_cuvs = self._number, False
+        faiss.bfKnn(self._resources, asked)
+        return scores, places
+
+
+def gpus() -> int:
+    """How many GPUs torch finds here."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def without_faiss() -> str | None:
+    """Why the FAISS that is installed can't search on a GPU; None where it can."""
+    try:
+        import faiss
+    except ImportError as error:
+        return f"FAISS is not installed ({error})"
+    if not hasattr(faiss, "StandardGpuResources"):
+        return "the FAISS that is installed has no GPU part: install [gpu] in place of [cpu]"
+    found = faiss.get_num_gpus()
+    return None if found else "FAISS finds no GPU, where torch does"

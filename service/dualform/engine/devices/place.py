@@ -1,0 +1,132 @@
+"""A device as a place for memory: what it may hold, how fast it is, whether it is to be used."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from dualform._errors import DualformError
+from dualform.engine.devices.device import Device, OnDeviceError
+from dualform.engine.errors import (
+    FailedPreconditionError,
+    ResourceExhaustedError,
+    ran_out_of_memory,
+)
+
+LOG = logging.getLogger("dualform.engine")
+
+MOST_SCRATCH = 256 << 20
+"""Bytes that a question computes in on a device, at most; FAISS as many beside that."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long something takes on a device, measured there.
+
+    Attributes:
+        call: Seconds, however little is asked.
+        byte: Seconds per byte of rows.
+        pair: Seconds per byte of rows and query.
+    """
+
+    call: float
+    byte: float
+    pair: float
+
+    def seconds(self, size: float, queries: int) -> float:
+        """For so many bytes of rows and so many queries."""
+        return self.call + size * (self.byte + self.pair * queries)
+
+
+@dataclass(frozen=True)
+class Paces:
+    """What was measured of a device.
+
+    Attributes:
+        nearest: To find rows.
+        sums: To add up weights.
+        outputs: To add up weighted values, of keys and values.
+        upload: Seconds per byte that is copied there.
+    """
+
+    nearest: Pace
+    sums: Pace
+    outputs: Pace
+    upload: float
+
+
+@dataclass(eq=False)
+class Place:
+    """A device, its budget, and who uses it.
+
+    Attributes:
+        device: Which.
+        budget: Bytes that rows may take, at most.
+        scratch: Bytes that a question computes in.
+        paces: How fast it is.
+        refused: Why it is not used any more; None while it is.
+        lock: Whoever computes there has it.
+    """
+
+    device: Device
+    budget: int
+    scratch: int
+    paces: Paces
+    refused: str | None = None
+    lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
+
+    @property
+    def name(self) -> str:
+        return self.device.name
+
+    def refuse(self, reason: str) -> None:
+        """Do not use it any more."""
+        self.refused = reason
+        LOG.warning("%s is not used any more, the CPU answers: %s", self.name, reason)
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Compute there, alone.
+
+        Raises:
+            OnDeviceError: It is out of memory, or has failed and is not used any more.
+        """
+        with self.lock, self.beside():
+            yield
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Copy there, beside what others compute.
+
+        Raises:
+            OnDeviceError: As `used`.
+        """
+        if self.refused is not None:
+            raise OnDeviceError(self._failed(self.refused))
+        try:
+            with self.device.current():
+                yield
+        except (DualformError, OnDeviceError, OSError):
+            raise  # nothing of the device's
+        except Exception as error:
+            if ran_out_of_memory(error):
+                raise OnDeviceError(self._out_of_memory(error)) from None
+            self.refuse(f"{type(error).__name__}: {error}")
+            raise OnDeviceError(self._failed(str(self.refused))) from None
+
+    def _failed(self, reason: str) -> FailedPreconditionError:
+        return FailedPreconditionError(
+            f"{self.name} is not used any more: {reason}; leave strategy= out, and the CPU answers",
+            field="strategy",
+            reason="DEVICE_FAILED",
+        )
+
+    def _out_of_memory(self, error: Exception) -> ResourceExhaustedError:
+        return ResourceExhaustedError(
+            f"{self.name} has not enough memory for this answer ({error}); leave strategy= out, "
+            "and the CPU answers, or ask for less at a time",
+            reason="OUT_OF_MEMORY",
+        )
