@@ -10,6 +10,7 @@ one by `subprocess`.
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import os
 import signal
@@ -21,7 +22,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from types import TracebackType
-from typing import IO
+from typing import IO, Any
 
 SECONDS = 120
 _LIVES_ON = {"PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER"}
@@ -36,9 +37,9 @@ class Process:
         returncode: None until it has been waited for.
     """
 
-    def __init__(self, origin: Origin, task: Sequence[str]) -> None:
+    def __init__(self, origin: Origin, task: Sequence[str], errors: IO[Any] | None) -> None:
         reading, writing = os.pipe()
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the rest)
+        self._errors = errors or tempfile.TemporaryFile()  # noqa: SIM115 (closed with the rest)
         self._end, theirs = socket.socketpair()
         self._end.settimeout(SECONDS)
         self.returncode: int | None = None
@@ -82,10 +83,14 @@ class Process:
         """What is left of its output, and its errors, once it has ended."""
         out = self.stdout.read()
         self.wait(timeout)
-        self._errors.seek(0)
-        errors = self._errors.read().decode()
+        errors = self.errors()
         self.close()
         return out, errors
+
+    def errors(self) -> str:
+        """What it has written to standard error so far."""
+        number = self._errors.fileno()
+        return os.pread(number, os.fstat(number).st_size, 0).decode()
 
     def close(self) -> None:
         self.stdout.close()
@@ -141,10 +146,16 @@ def fits() -> bool:
     return _origin().environment == _environment()
 
 
-def start(task: str, *arguments: object) -> Process:
-    """Starts `dualform` (task "dualform") or a program (its text) with these arguments."""
+def start(task: str, *arguments: object, errors: IO[Any] | None = None) -> Process:
+    """Starts a process.
+
+    Args:
+        task: "dualform", or a program's text.
+        arguments: What is in its sys.argv[1:].
+        errors: A file opened for reading and writing that takes standard error; closed with it.
+    """
     assert fits(), "the environment has changed: start a fresh process"
-    return Process(_origin(), [task, *map(str, arguments)])
+    return Process(_origin(), [task, *map(str, arguments)], errors)
 
 
 def run(task: str, *arguments: object) -> subprocess.CompletedProcess[str]:
@@ -188,6 +199,8 @@ def _serve(connection: socket.socket) -> Callable[[], object]:
     import dualform.serve.command  # noqa: F401
     from dualform.cli.main import program
 
+    gc.collect()
+    gc.freeze()  # so that no collection in a fork touches, and copies, all that was imported
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who wait
     while True:
         size, streams, _, _ = socket.recv_fds(connection, 4, 3)

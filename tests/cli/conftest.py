@@ -51,14 +51,8 @@ def dualform(*arguments: object, **environment: str) -> Done:
 @contextmanager
 def serving(*arguments: object) -> Iterator[str]:
     """`dualform serve` with these arguments; yields "HOST:PORT"; drains at the end."""
-    process = subprocess.Popen(
-        [*COMMAND, "serve", *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = warm.start("dualform", "serve", *arguments)
     try:
-        assert process.stdout is not None
         line = process.stdout.readline()
         assert line.startswith("listening on "), process.communicate(timeout=30)
         yield line.removeprefix("listening on ").strip()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +13,7 @@ import digits
 import numpy as np
 import pytest
 import torch
+import warm
 from torch import nn
 
 from dualform.client import Client, capture_queries
@@ -94,13 +93,7 @@ def test_the_pages_code_runs(trained: Trained, monkeypatch: pytest.MonkeyPatch) 
             if line.startswith(("dualform index build", "dualform serve")):
                 continue
             words = line.replace("localhost:50051", trained.address).removeprefix("dualform")
-            done = subprocess.run(
-                f"'{sys.executable}' -m dualform.cli {words}",
-                shell=True,
-                capture_output=True,
-                text=True,
-                env={**os.environ, "PYTHONWARNINGS": "error::DeprecationWarning"},
-            )
+            done = warm.run("dualform", *shlex.split(words))
             assert done.returncode == 0, (line, done.stderr)
             ran += 1
     assert ran == 11

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import errno
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import warm
 from synthetic import make_index
 
 from dualform.engine import Index
@@ -45,9 +44,7 @@ with Client.local(sys.argv[1]) as client:
 def test_a_question_beyond_the_memory_is_refused_and_the_next_answered(tmp_path: Path) -> None:
     keys = np.random.default_rng(0).standard_normal((200_000, 8)).astype(np.float32)
     path = make_index(tmp_path, keys, None, rows_per_step=50_000)
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(path)], capture_output=True, text=True, timeout=300
-    )
+    done = warm.run(PROGRAM, path)
     assert done.returncode == 0, done.stderr
     assert "OUT_OF_MEMORY" in done.stdout
     assert set(done.stdout.split()) <= {"OUT_OF_MEMORY", "answered"}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import warm
 from synthetic import make_recording
 
 from dualform.engine import Index
@@ -109,8 +108,9 @@ def test_memory_is_that_of_a_few_payloads(tmp_path: Path) -> None:
     """60 or 240 MiB of payloads of one call: a build holds some of them, a question its own."""
 
     def grown(what: str, count: int) -> int:
-        places = [str(tmp_path / f"r{count}"), str(tmp_path / f"index{count}")]
-        return int(subprocess.check_output([sys.executable, "-c", MEASURE, what, *places]))
+        done = warm.run(MEASURE, what, tmp_path / f"r{count}", tmp_path / f"index{count}")
+        assert done.returncode == 0, done.stderr
+        return int(done.stdout)
 
     for count in (60, 240):
         record(tmp_path / f"r{count}", (list(range(count)), [payload(i) for i in range(count)]))

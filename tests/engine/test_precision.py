@@ -5,12 +5,11 @@ In a process of its own: torch does not forget that its newer settings were used
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import warm
 from synthetic import make_index
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -111,10 +110,5 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_question_is_answered_and_the_answer_is_the_same(path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(TESTS), str(path)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = warm.run(PROGRAM, TESTS, path)
     assert done.stdout == "the same\n", done.stderr

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import warm
 
 # The memory that four times the rows may add: the ledger, and what malloc keeps.
 ALLOWED = 16e6
@@ -47,9 +46,8 @@ print(max(sizes) - sizes[0])
 
 def growth(steps: int) -> int:
     """What both trainings add to the memory that the process has after its first step, in bytes."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(steps)], capture_output=True, text=True, check=True
-    )
+    done = warm.run(PROGRAM, steps)
+    assert done.returncode == 0, done.stderr
     return int(done.stdout)
 
 

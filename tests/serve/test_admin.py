@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+import warm
 from synthetic import make_index
 
 from dualform.cli.main import main
@@ -37,17 +38,22 @@ def versions(tmp_path: Path) -> list[Path]:
 class Running:
     """`dualform serve --config` on a file that can be changed, and what it logs."""
 
-    def __init__(self, folder: Path, config: str) -> None:
+    def __init__(self, folder: Path, config: str, *, fresh: bool = False) -> None:
         self.config, self.log = folder / "server.yaml", folder / "log"
         self.config.write_text(config)
-        command = [sys.executable, "-m", "dualform.cli", "serve", "--config", str(self.config)]
-        with self.log.open("w") as errors:
+        words = ["serve", "--config", str(self.config)]
+        errors = self.log.open("w+")
+        self.process: Any
+        if not fresh:
+            self.process = warm.start("dualform", *words, errors=errors)
+            return
+        with errors:
+            command = [sys.executable, "-m", "dualform.cli", *words]
             self.process = subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=errors, text=True
             )
 
     def address(self) -> str:
-        assert self.process.stdout is not None
         return self.process.stdout.readline().removeprefix("listening on ").strip()
 
     def admin(self) -> str:
@@ -58,9 +64,11 @@ class Running:
 
 
 @pytest.fixture
-def running(versions: list[Path], tmp_path: Path) -> Iterator[Running]:
+def running(
+    versions: list[Path], tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[Running]:
     config = f"listen: 127.0.0.1:0\nadmin: 127.0.0.1:0\nindexes: {{i: {versions[0]}}}\n"
-    server = Running(tmp_path, config)
+    server = Running(tmp_path, config, fresh=getattr(request, "param", None) == "fresh")
     yield server
     server.process.kill()
     server.process.communicate()
@@ -199,6 +207,7 @@ def test_the_service_for_questions_does_not_take_admins_calls(running: Running) 
     assert refused.code() == grpc.StatusCode.UNIMPLEMENTED
 
 
+@pytest.mark.parametrize("running", ["fresh"], indirect=True)
 def test_sighup_while_python_imports_is_taken_later(running: Running) -> None:
     status = Path(f"/proc/{running.process.pid}/status")
     hangup = 1 << (signal.SIGHUP - 1)

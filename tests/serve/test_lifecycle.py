@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +16,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+import warm
 from google.protobuf import descriptor_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
@@ -258,19 +257,13 @@ sys.exit(run(ServerConfig({"i": pathlib.Path(sys.argv[1])}, listen=sys.argv[2]))
 
 
 @pytest.fixture
-def process(index: Path) -> Iterator[Callable[..., tuple[subprocess.Popen[str], str]]]:
+def process(index: Path) -> Iterator[Callable[..., tuple[warm.Process, str]]]:
     """Starts servers in processes of their own; returns each with its address."""
-    started: list[subprocess.Popen[str]] = []
+    started: list[warm.Process] = []
 
-    def start(listen: str = "127.0.0.1:0") -> tuple[subprocess.Popen[str], str]:
-        server = subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(index), listen],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+    def start(listen: str = "127.0.0.1:0") -> tuple[warm.Process, str]:
+        server = warm.start(SCRIPT, index, listen)
         started.append(server)
-        assert server.stdout is not None
         line = server.stdout.readline()
         return server, line.removeprefix("listening on ").strip()
 
@@ -299,7 +292,7 @@ def test_a_signal_drains(process: Any, number: int) -> None:
         with pytest.raises(grpc.RpcError) as caught:
             stub.TopK(question(), timeout=5)
         assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
-    assert "Traceback" not in server.stderr.read()
+    assert "Traceback" not in server.errors()
 
 
 GATED_SCRIPT = """
@@ -316,19 +309,11 @@ asyncio.run(command._serve(config, GatedCatalog(indexes)))
 
 
 @contextmanager
-def gated_process(
-    index: Path, opens_after: float
-) -> Iterator[tuple[subprocess.Popen[str], list[Any]]]:
+def gated_process(index: Path, opens_after: float) -> Iterator[tuple[warm.Process, list[Any]]]:
     """A server of its own with four questions inside: two at the gate and two behind them."""
     tests = Path(__file__).parents[1]
-    server = subprocess.Popen(
-        [sys.executable, "-c", GATED_SCRIPT, str(index), str(opens_after), str(tests)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    server = warm.start(GATED_SCRIPT, index, opens_after, tests)
     try:
-        assert server.stdout is not None
         line = server.stdout.readline()
         assert line.startswith("listening on "), server.communicate()[1]
         with grpc.insecure_channel(line.removeprefix("listening on ").strip()) as channel:
@@ -371,7 +356,7 @@ def test_a_taken_port_is_told(process: Any) -> None:
     _, address = process()
     second, line = process(address)
     assert (second.wait(60), line) == (2, "")
-    message = second.stderr.read().splitlines()[-1]
+    message = second.errors().splitlines()[-1]
     assert f"cannot listen on {address}" in message
     assert "--port" in message
 
@@ -381,17 +366,12 @@ def test_a_name_that_is_taken_on_one_of_its_addresses_is_told(process: Any) -> N
     port = address.rpartition(":")[2]
     second, line = process(f"localhost:{port}")
     assert (second.wait(60), line) == (2, "")
-    assert f"cannot listen on localhost:{port}" in second.stderr.read()
+    assert f"cannot listen on localhost:{port}" in second.errors()
 
 
 def test_nothing_to_serve_is_told(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text("{")
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path), "127.0.0.1:0"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = warm.run(SCRIPT, tmp_path, "127.0.0.1:0")
     assert (done.returncode, done.stdout) == (2, "")
     assert "none of the indexes can be served" in done.stderr
     assert "manifest.json" in done.stderr

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import socket
-import subprocess
-import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+import warm
 from prometheus_client.parser import text_string_to_metric_families
 from synthetic import make_index
 
@@ -124,18 +123,14 @@ def test_metrics_have_their_official_names(measured: tuple[Served, str]) -> None
 def test_json_lines(index: Path, tmp_path: Path) -> None:
     config = tmp_path / "server.yaml"
     config.write_text(f"log: json\nlisten: 127.0.0.1:0\nindexes: {{i: {index}}}\n")
-    command = [sys.executable, "-m", "dualform.cli", "serve", "--config", str(config)]
-    with subprocess.Popen(command, stdout=-1, stderr=-1, text=True) as server:
-        try:
-            assert server.stdout is not None
-            address = server.stdout.readline().removeprefix("listening on ").strip()
-            with grpc.insecure_channel(address) as channel:
-                stub = attribution_pb2_grpc.AttributionServiceStub(channel)
-                stub.TopK(top_k(), timeout=60)
-            server.terminate()
-            _, log = server.communicate(timeout=30)
-        finally:
-            server.kill()
+    with warm.start("dualform", "serve", "--config", config) as server:
+        address = server.stdout.readline().removeprefix("listening on ").strip()
+        with grpc.insecure_channel(address) as channel:
+            stub = attribution_pb2_grpc.AttributionServiceStub(channel)
+            stub.TopK(top_k(), timeout=60)
+        server.terminate()
+        assert server.wait(30) == 0
+        log = server.errors()
     told = [json.loads(line) for line in log.splitlines()]
     calls = [own for own in told if own["logger"] == "dualform.calls"]
     assert [(own["call"], own["queries"], own["rows"]) for own in calls] == [("TopK", 3, ROWS)]
@@ -154,8 +149,7 @@ def test_json_lines(index: Path, tmp_path: Path) -> None:
 def test_check_config(index: Path, tmp_path: Path, text: str, status: int, word: str) -> None:
     config = tmp_path / "server.yaml"
     config.write_text(text.format(index=index))
-    command = [sys.executable, "-m", "dualform.cli", "serve", "--config", str(config)]
-    done = subprocess.run([*command, "--check-config"], capture_output=True, text=True, timeout=120)
+    done = warm.run("dualform", "serve", "--config", config, "--check-config")
     assert done.returncode == status
     assert word in done.stdout + done.stderr
     assert "Traceback" not in done.stderr

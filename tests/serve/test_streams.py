@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +12,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+import warm
 from synthetic import make_index
 
 from dualform.engine.messages.catalog import Catalog
@@ -150,23 +149,18 @@ def _free(served: Served, keys: np.ndarray) -> bool:
 
 
 def test_a_drain_sends_what_was_begun(index: Path, keys: np.ndarray) -> None:
-    command = [sys.executable, "-m", "dualform.cli", "serve", f"i={index}", "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        try:
-            assert server.stdout is not None
-            address = server.stdout.readline().removeprefix("listening on ").strip()
-            with grpc.insecure_channel(address) as channel:
-                stub = attribution_pb2_grpc.AttributionServiceStub(channel)
-                rows = 0
-                for part in stub.StreamWeights(ask(keys[:300]), timeout=60):
-                    if rows == 0:
-                        server.send_signal(signal.SIGTERM)
-                    rows += part.weights.shape[1]
-                    time.sleep(0.03)
-            assert rows == ROWS
-            assert server.wait(30) == 0
-        finally:
-            server.kill()
+    with warm.start("dualform", "serve", f"i={index}", "--port", 0) as server:
+        address = server.stdout.readline().removeprefix("listening on ").strip()
+        with grpc.insecure_channel(address) as channel:
+            stub = attribution_pb2_grpc.AttributionServiceStub(channel)
+            rows = 0
+            for part in stub.StreamWeights(ask(keys[:300]), timeout=60):
+                if rows == 0:
+                    server.send_signal(signal.SIGTERM)
+                rows += part.weights.shape[1]
+                time.sleep(0.03)
+        assert rows == ROWS
+        assert server.wait(30) == 0
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,6 @@ import gc
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -19,6 +17,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+import warm
 from grpc_health.v1 import health_pb2
 from synthetic import make_index
 
@@ -259,16 +258,9 @@ def command(versions: list[Path], tmp_path: Path) -> Iterator[tuple[Any, Path, s
     """`dualform serve --config`, the file, and the address."""
     config = tmp_path / "server.yaml"
     config.write_text(f"listen: 127.0.0.1:0\nindexes: {{i: {versions[0]}}}\n")
-    log = tmp_path / "log"
-    with log.open("w") as errors:
-        server = subprocess.Popen(
-            [sys.executable, "-m", "dualform.cli", "serve", "--config", str(config)],
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-        )
+    errors = (tmp_path / "log").open("w+")
+    server = warm.start("dualform", "serve", "--config", config, errors=errors)
     try:
-        assert server.stdout is not None
         yield server, config, server.stdout.readline().removeprefix("listening on ").strip()
     finally:
         server.kill()
@@ -315,14 +307,8 @@ def test_a_hangup_before_the_server_is_up_does_not_kill_it(versions: list[Path])
         "command._report = lambda catalog: (os.kill(os.getpid(), signal.SIGHUP), real(catalog))\n"
         "sys.exit(run(ServerConfig({'i': sys.argv[1]}, listen='127.0.0.1:0')))"
     )
-    server = subprocess.Popen(
-        [sys.executable, "-c", script, str(versions[0])],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
+    server = warm.start(script, versions[0])
     try:
-        assert server.stdout is not None
         assert server.stdout.readline().startswith("listening on ")
     finally:
         server.kill()
