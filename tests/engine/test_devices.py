@@ -272,3 +272,100 @@ def test_a_device_out_of_memory_holds_less_and_stays(
         assert after.refused is None
         assert after.used <= after.budget < before.used
         assert index.top_k("fc", keys[:3], 5, strategy="device").plan.strategy == "device"
+
+
+@settings(max_examples=25, deadline=None)
+@given(case=cases(), absolute=st.booleans())
+def test_sums_and_outputs_are_float64s(two: Devices, case: dict, absolute: bool) -> None:
+    """Within the rule: 1e-6 of the sum of absolute terms."""
+    keys, queries = np.nan_to_num(case["keys"], posinf=1.0).clip(-1e9, 1e9), case["queries"]
+    queries = queries.clip(-1e9, 1e9)
+    label, rng = case["label"], np.random.default_rng(1)
+    values = rng.standard_normal((len(keys), 3)).astype(np.float32)
+    for place, budget in zip(two.places, case["budgets"], strict=True):
+        place.budget = budget
+    weights = queries.astype(np.float64) @ keys.astype(np.float64).T
+    sizes = np.abs(queries.astype(np.float64)) @ np.abs(keys.astype(np.float64)).T
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        if not case["stream"]:
+            patch.setattr("dualform.engine.plan.offer.Offer.streams", lambda *_: False)
+        shard_rows = case["shard_rows"]
+        path = make_index(
+            Path(folder), keys, values, rows_per_step=40, shard_rows=shard_rows, label=label
+        )
+        with Index.open(path, devices=two) as index:
+            assert two.settle(WAIT)
+            for where, mask in (("label != 1", label != 1), (None, np.ones(len(keys), bool))):
+                ask = {"where": None if where is None else parse_filter(where)}
+                sums = index.sums(
+                    "fc", queries, "label", absolute=absolute, strategy="device", **ask
+                )
+                assert sums.plan.strategy == "device"
+                added = np.abs(weights) if absolute else weights
+                for place, group in enumerate(sums.groups.to_pylist()):
+                    inside = mask & (label == group)
+                    off = np.abs(sums.values[:, place] - added[:, inside].sum(axis=1))
+                    assert (off <= 1e-6 * sizes[:, inside].sum(axis=1) + 1e-30).all()
+                output = index.dual_output(
+                    "fc", queries, strategy="device", group_by="label", max_residual=np.inf, **ask
+                )
+                assert output.plan.strategy == "device"
+                for place, group in enumerate(output.groups.to_pylist()):
+                    inside = mask & (label == group)
+                    expected = 0.1 * weights[:, inside] @ values[inside].astype(np.float64)
+                    most = 0.1 * sizes[:, inside] @ np.abs(values[inside]).astype(np.float64)
+                    assert (np.abs(output.values[:, place] - expected) <= 2e-6 * most + 1e-30).all()
+
+
+def test_outputs_without_groups_and_at_a_step(
+    two: Devices, memory: tuple[Path, np.ndarray], cpu: Index
+) -> None:
+    path, keys = memory
+    for place in two.places:
+        place.budget = 700_000  # keys of all rows, values of some
+    with Index.open(path, devices=two) as index:
+        assert two.settle(WAIT)
+        for ask in ({}, {"at_step": 2}, {"where": parse_filter("step > 1 and label < 3")}):
+            found = index.dual_output("fc", keys[:9], strategy="device", **ask)
+            expected = cpu.dual_output("fc", keys[:9], strategy="scan", **ask)
+            np.testing.assert_allclose(found.values, expected.values, rtol=1e-5, atol=1e-3)
+            np.testing.assert_array_equal(found.initial, expected.initial)
+
+
+def test_many_groups_are_added_up_row_by_row(
+    two: Devices, tmp_path: Path, memory: tuple[Path, np.ndarray]
+) -> None:
+    keys = memory[1][:3000]
+    ids = np.arange(3000) % 700
+    path = make_index(tmp_path, keys, None, rows_per_step=1500, shard_rows=1000, example=ids)
+    for place in two.places:
+        place.budget = 1 << 20
+    with Index.open(path, devices=two) as index:
+        assert two.settle(WAIT)
+        sums = index.sums("fc", keys[:5], "example", strategy="device")
+        best = index.top_groups("fc", keys[:5], "example", 3, strategy="device")
+    weights = keys[:5].astype(np.float64) @ keys.astype(np.float64).T
+    expected = np.stack([weights[:, ids == each].sum(axis=1) for each in range(700)], axis=1)
+    np.testing.assert_allclose(sums.values, expected, atol=1e-4)
+    np.testing.assert_array_equal(
+        np.array(best.groups.to_pylist()).reshape(5, 3), np.argsort(-expected, axis=1)[:, :3]
+    )
+
+
+def test_sums_and_outputs_go_on_without_a_device_that_fails(
+    memory: tuple[Path, np.ndarray], cpu: Index
+) -> None:
+    path, keys = memory
+    failing = Failing()
+    failing.at = "current"
+    devices = Devices([StandIn(0, before=failing)], 64 << 20, paces=FAST)
+    with Index.open(path, devices=devices) as index:
+        assert devices.settle(WAIT)
+        ask = {"where": parse_filter("step > 1")}
+        assert index.dual_output("fc", keys[:2], **ask).plan.strategy == "device"
+        failing.error = RuntimeError("CUDA error: device-side assert triggered")
+        found = index.dual_output("fc", keys[:2], **ask)
+        expected = cpu.dual_output("fc", keys[:2], strategy="scan", **ask)
+        np.testing.assert_array_equal(found.values, expected.values)
+        assert "device-side assert" in str(devices.states()[0].refused)
+        assert index.sums("fc", keys[:2], "label").plan.strategy != "device"

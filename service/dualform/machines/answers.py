@@ -119,7 +119,7 @@ def dual_output(spread: Spread, question: OutputQuestion) -> DualOutput:
         parts = made_of(layer.manifest, question.at_step, question.group_by, rows.of)
         prepared = replace(prepared, parts=parts)
     coverage = rows.coverage()
-    plan = outputs.plan(layer, prepared, coverage.rows)
+    plan = outputs.plan(layer, prepared, coverage.rows, "each machine asks its own")
     if plan.strategy == "scan" and not opened.ledger.family.scalar:
         raise in_order(opened, "outputs that are not stored")
     found = opened.outputs.answer(layer, prepared, spread.stop)

@@ -21,6 +21,7 @@ from dualform.engine.api.top_k import top_k
 from dualform.engine.api.totals import (
     CountedSums,
     output_result,
+    plan_output,
     prepare_output,
     prepare_sums,
     sums_result,
@@ -32,7 +33,6 @@ from dualform.engine.memory.layer import Layer
 from dualform.engine.memory.shards import Stop
 from dualform.engine.plan.plan import Plan
 from dualform.engine.rows.groups import Groups, in_line
-from dualform.engine.totals import outputs
 from dualform.engine.totals import sums as totals
 from dualform.engine.totals.coefficients import layer_coefficients
 from dualform.engine.totals.group_sums import GroupSum
@@ -229,7 +229,7 @@ def explain(
         )
         output, total = _output(opened, layer, wanted, counted, stop)
     if counted is not None and total is None:
-        way = totals.plan(layer, counted.prepared, "auto")
+        way = totals.plan(layer, counted.prepared, "auto", opened.devices)
         found = totals.total_weights(layer, counted.prepared, way, stop)
         total = sums_result(layer, counted, found, way.plan)
     if question.k:
@@ -251,11 +251,11 @@ def _output(
 ) -> tuple[DualOutput, Sums | None]:
     """The output, and with it the sums where its scan takes them along."""
     prepared = prepare_output(opened, layer, question, stop)
-    plan = outputs.plan(layer, prepared, Coverage.of(layer, prepared.selected).rows)
+    plan, on = plan_output(opened, layer, prepared)
     if counted is None or plan.strategy != "scan":
-        found = opened.outputs.answer(layer, prepared, stop)
+        found = opened.outputs.answer(layer, prepared, stop, on=on)
         return output_result(layer, question, prepared, found, plan), None
-    way = totals.plan(layer, counted.prepared, "auto")
+    way = totals.plan(layer, counted.prepared, "auto", opened.devices)
     if way.rest is None:  # key sums stand for all rows: nothing is cheaper
         found = opened.outputs.answer(layer, prepared, stop)
         return output_result(layer, question, prepared, found, plan), None

@@ -13,6 +13,7 @@ from dualform.engine.api.results import Coverage, TopK
 from dualform.engine.devices.device import OnDeviceError
 from dualform.engine.memory.layer import Layer
 from dualform.engine.memory.shards import Stop
+from dualform.engine.plan.offer import Offer
 from dualform.engine.plan.plan import Plan, check_strategy
 from dualform.engine.topk import scan
 from dualform.engine.topk.distinct import counts as distinct_counts
@@ -108,13 +109,10 @@ def _search(
     rows = layer.rows if whole else int(np.count_nonzero(selected))
     ranked = selected if layer.nonfinite == 0 else selected & layer.finite
     by_keys = None if refused["distinct_keys"] else by_distinct_keys(layer, ranking, rows, whole)
-    offered = None
-    if refused["device"] is None:
-        offered = offer(opened.devices, layer, queries, ranking, ranked)
-        if offered is None:
-            refused = {**refused, "device": "no row of the layer lies on a device"}
+    offered, refused = _offered(opened, layer, queries, ranking, ranked, refused)
     about = (layer, _kind(ranking), ranking.hits, len(queries))
     plan = opened.planner.top_k(*about, rows, refused, strategy, by_keys, offered)
+    opened.devices.note(layer, plan.without("device"))
     search: scan.Scan | DistinctKeys | DeviceScan
     faiss = refused["flat"] is None
     if plan.strategy == "distinct_keys":
@@ -141,6 +139,23 @@ def _search(
         reason = f"{search.keys:,} distinct keys stand for {rows:,} rows"
         plan = replace(plan, reason=reason)
     return hits, plan
+
+
+def _offered(
+    opened: Opened,
+    layer: Layer,
+    queries: torch.Tensor,
+    ranking: Ranking,
+    ranked: np.ndarray,
+    refused: dict[str, str | None],
+) -> tuple[Offer | None, dict[str, str | None]]:
+    """What devices would do, and why each strategy does not apply, with that known."""
+    if refused["device"] is not None:
+        return None, refused
+    found = offer(opened.devices, layer, queries, ranking, ranked)
+    if found is not None:
+        return found, refused
+    return None, {**refused, "device": "no row of the layer lies on a device"}
 
 
 def _ranking(opened: Opened, layer: Layer, question: TopKQuestion) -> tuple[Ranking, int | None]:

@@ -19,6 +19,7 @@ from dualform.engine.plan.plan import Plan
 from dualform.engine.rows.bins import binned
 from dualform.engine.totals import outputs
 from dualform.engine.totals import sums as totals
+from dualform.engine.totals.on_devices import OnDevices, for_outputs
 from dualform.engine.totals.outputs import PreparedOutput
 from dualform.engine.totals.stored_parts import whole_groups
 from dualform.engine.totals.sums import PreparedSums
@@ -44,7 +45,7 @@ def sums(opened: Opened, layer: Layer, question: SumsQuestion, stop: Stop | None
     A key that is not finite makes its group's total NaN: nothing is left out silently.
     """
     counted = prepare_sums(layer, question, stop)
-    way = totals.plan(layer, counted.prepared, question.strategy)
+    way = totals.plan(layer, counted.prepared, question.strategy, opened.devices)
     found = totals.total_weights(layer, counted.prepared, way, stop)
     return sums_result(layer, counted, found, way.plan)
 
@@ -82,7 +83,7 @@ def top_groups(
     """
     check_groups(question, layer.space.grouping(question.by, "by").values)
     ranking = _ranking(opened, layer, question, stop)
-    found, plan = rank_groups(layer, ranking, question.strategy, stop)
+    found, plan = rank_groups(layer, ranking, question.strategy, opened.devices, stop)
     return _groups_result(layer, ranking, found, plan)
 
 
@@ -102,7 +103,7 @@ def all_groups(
 ) -> Sums:
     """What the best groups are chosen from: every group's sums."""
     ranking = _ranking(opened, layer, question, stop)
-    found, plan = group_totals(layer, ranking, question.strategy, stop)
+    found, plan = group_totals(layer, ranking, question.strategy, opened.devices, stop)
     coverage = Coverage.of(layer, ranking.sums.selected)
     return Sums(ranking.sums.grouping.values, found, ranking.counts, coverage, plan)
 
@@ -151,9 +152,25 @@ def dual_output(
     product each; everything else is a scan.
     """
     prepared = prepare_output(opened, layer, question, stop)
-    plan = outputs.plan(layer, prepared, Coverage.of(layer, prepared.selected).rows)
-    found = opened.outputs.answer(layer, prepared, stop)
+    plan, on = plan_output(opened, layer, prepared)
+    found = opened.outputs.answer(layer, prepared, stop, on=on)
     return output_result(layer, question, prepared, found, plan)
+
+
+def plan_output(
+    opened: Opened, layer: Layer, prepared: PreparedOutput
+) -> tuple[Plan, OnDevices | None]:
+    """How an output is found, and how devices add up its rows; None where they do not."""
+    devices, strategy = opened.devices, prepared.strategy
+    on: OnDevices | str | None = devices.why_not()
+    if not opened.ledger.family.scalar:
+        on = "the steps are followed in order, by the CPU"
+    elif on is None:
+        on = for_outputs(devices, layer, prepared.queries, prepared.selected, strategy)
+        on = "it was not asked for" if on is None else on
+    rows = Coverage.of(layer, prepared.selected).rows
+    plan = outputs.plan(layer, prepared, rows, on)
+    return plan, on if plan.strategy == "device" and not isinstance(on, str) else None
 
 
 def prepare_output(

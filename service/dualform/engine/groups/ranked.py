@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from dualform.engine.devices.devices import Devices
 from dualform.engine.groups.best import BestGroups, best_groups
 from dualform.engine.groups.contribution_sum import ContributionSum
 from dualform.engine.memory.fold import fold
@@ -67,6 +68,7 @@ def rank_groups(
     layer: Layer,
     prepared: PreparedRanking,
     strategy: str,
+    devices: Devices,
     stop: Stop | None,
 ) -> tuple[BestGroups, Plan]:
     """The best groups.
@@ -75,6 +77,7 @@ def rank_groups(
         layer: Whose rows.
         prepared: What is asked.
         strategy: How weights are added up, as `totals.sums.plan` takes it.
+        devices: Likewise.
         stop: Asked between tiles.
 
     Raises:
@@ -82,7 +85,7 @@ def rank_groups(
         ResourceExhaustedError: Directions that would take too long where rows have no coefficients.
     """
     asked = prepared.sums
-    find, plan, size = _finder(layer, prepared, strategy, stop)
+    find, plan, size = _finder(layer, prepared, strategy, devices, stop)
     blocks = []
     for first in range(0, len(asked.queries), size):
         totals = find(slice(first, first + size))
@@ -94,10 +97,11 @@ def group_totals(
     layer: Layer,
     prepared: PreparedRanking,
     strategy: str,
+    devices: Devices,
     stop: Stop | None,
 ) -> tuple[np.ndarray, Plan]:
     """What is ranked of all groups, float64 [n, groups]; arguments as for `rank_groups`."""
-    find, plan, _ = _finder(layer, prepared, strategy, stop)
+    find, plan, _ = _finder(layer, prepared, strategy, devices, stop)
     return find(slice(None)), plan
 
 
@@ -105,13 +109,14 @@ def _finder(
     layer: Layer,
     prepared: PreparedRanking,
     strategy: str,
+    devices: Devices,
     stop: Stop | None,
 ) -> tuple[Callable[[slice], np.ndarray], Plan, int]:
     """What adds up all groups for a block of the queries, how, and for how many at a time."""
     asked, contribution = prepared.sums, prepared.contribution
     size = block_queries(len(asked.grouping.values))
     if contribution is None:
-        way = sums.plan(layer, asked, strategy)
+        way = sums.plan(layer, asked, strategy, devices)
 
         def weights(block: slice) -> np.ndarray:
             part = replace(asked, queries=asked.queries[block])
@@ -138,7 +143,7 @@ def _plan_contributions(contribution: Contribution, strategy: str) -> Plan:
         why = "each step has its own metric, so every row is scored"
     else:
         why = "what a row added depends on its value, so every row is multiplied"
-    refused = {"key_sums": why, "distinct_keys": why, "scan": None}
+    refused = {"key_sums": why, "distinct_keys": why, "device": why, "scan": None}
     check_strategy(strategy, refused)
     return Plan("scan", why, {})
 

@@ -145,6 +145,11 @@ def disk_seconds(layer: Layer, size: float) -> float:
     return (1 - resident(layer)) * size * _DISK
 
 
+def device_seconds(offer: Offer, of_rest: float) -> float:
+    """For devices to add up what lies on them, where the CPU takes so long for the rest."""
+    return _CALL + offer.whole(of_rest)
+
+
 def device_top_k_seconds(offer: Offer, hits: int, queries: int, of_rest: float) -> float:
     """For a top-k by devices, whose proposals the CPU scores.
 
@@ -154,7 +159,7 @@ def device_top_k_seconds(offer: Offer, hits: int, queries: int, of_rest: float) 
         queries: How many.
         of_rest: Seconds that the CPU takes for what lies on none.
     """
-    return _CALL + offer.whole(of_rest) + _CANDIDATE * queries * hits
+    return device_seconds(offer, of_rest) + _CANDIDATE * queries * hits
 
 
 def key_sums_seconds(layer: Layer, queries: int, runs: int) -> float:

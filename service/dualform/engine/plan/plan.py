@@ -23,6 +23,10 @@ class Plan:
     reason: str
     costs: Mapping[str, float]
 
+    def without(self, strategy: str) -> float:
+        """The least that another strategy costs; 0 where none was estimated."""
+        return min((cost for name, cost in self.costs.items() if name != strategy), default=0.0)
+
 
 def chosen(strategy: str, costs: Mapping[str, float], reason: str) -> Plan:
     """The plan by a strategy that was asked for, or by the cheapest."""

@@ -32,6 +32,7 @@ from dualform.engine.totals.coefficients import (
     plain_output,
 )
 from dualform.engine.totals.followed import FollowedParts, affine, outputs_of
+from dualform.engine.totals.on_devices import OnDevices, rows_added
 from dualform.engine.totals.row_parts import rows_part
 from dualform.engine.totals.stored_parts import WholeGroups, group_outputs
 from dualform.optimizers import Affine
@@ -104,25 +105,39 @@ def why_not_rebuilt(layer: IndexLayer, question: PreparedOutput) -> str | None:
     return None if layer.rebuilt is not None else f"the index has none for layer {layer.name!r}"
 
 
-def plan(layer: Layer, question: PreparedOutput, rows: int) -> Plan:
+def plan(layer: Layer, question: PreparedOutput, rows: int, on: OnDevices | str) -> Plan:
     """How the output is found, of so many rows.
+
+    Args:
+        layer: Whose.
+        question: What is asked.
+        rows: How many rows take part.
+        on: How devices would add up the rows, or why they can't.
 
     Raises:
         InvalidArgumentError: The strategy is unknown, or does not apply.
     """
     if not question.explained:
-        check_strategy(question.strategy, {"rebuilt": None, "parts": _UNKNOWN, "scan": _UNKNOWN})
+        check_strategy(
+            question.strategy,
+            {"rebuilt": None, "parts": _UNKNOWN, "device": _UNKNOWN, "scan": _UNKNOWN},
+        )
         return Plan("rebuilt", f"{_UNKNOWN}: all that the weight moved by is the remainder", {})
     parts = question.parts
     refused = {
         "rebuilt": why_not_rebuilt(layer.manifest, question),
         "parts": parts if isinstance(parts, str) else None,
+        "device": on if isinstance(on, str) else None,
         "scan": None,
     }
     check_strategy(question.strategy, refused)
     taken = 0 if isinstance(parts, str) else int(np.count_nonzero(parts.taken))
     costs = output_costs(layer, len(question.queries), rows, taken)
     costs = {name: cost for name, cost in costs.items() if refused[name] is None}
+    if not isinstance(on, str):
+        costs = {name: cost * on.devices.cpu_pace for name, cost in costs.items()}
+        on.devices.note(layer, costs["scan"])
+        costs["device"] = on.seconds
     if question.strategy != "auto":
         return chosen(question.strategy, costs, "")
     if "rebuilt" in costs:
@@ -155,6 +170,7 @@ class DualOutputs:
         question: PreparedOutput,
         stop: Stop | None,
         also: Sequence[Reducer] = (),
+        on: OnDevices | None = None,
     ) -> Parts:
         """One layer's output.
 
@@ -164,6 +180,7 @@ class DualOutputs:
             stop: Asked between tiles.
             also: What else takes the tiles of the scan of all selected rows; without such a scan
                 it gets none.
+            on: How devices add up the rows; None where the CPU does.
 
         Raises:
             DamagedError: A file that is needed does not hold what was written.
@@ -182,7 +199,7 @@ class DualOutputs:
             if also:
                 fold(layer, question.queries, question.selected, also, stop)
         else:
-            parts = self._by_coefficients(layer, question, stop, also)
+            parts = self._by_coefficients(layer, question, stop, also, on)
         if parts.residual is None and question.at_step is None:
             residual = self.remainder(layer.manifest, question.queries)
             parts = replace(parts, residual=residual)
@@ -308,7 +325,12 @@ class DualOutputs:
         return Parts(values, initial, trained, residual)
 
     def _by_coefficients(
-        self, layer: Layer, question: PreparedOutput, stop: Stop | None, also: Sequence[Reducer]
+        self,
+        layer: Layer,
+        question: PreparedOutput,
+        stop: Stop | None,
+        also: Sequence[Reducer],
+        on: OnDevices | None,
     ) -> Parts:
         """By the one coefficient that each step has."""
         manifest, grouping = layer.manifest, question.grouping
@@ -329,10 +351,12 @@ class DualOutputs:
             later = layer_coefficients(self._ledger, manifest, question.end, start)
             base = initial_part(manifest, self._states.read(entry), later, question.queries)
             since = question.selected & (layer.space.steps >= start)
-            whole = base + self._rows(layer, question, later, None, since, stop)[:, 0]
+            whole = base + self._rows(layer, question, later, None, since, stop, (), on)[:, 0]
             if grouping is None:
                 return Parts(whole, initial, None, None)
-        rows = self._rows(layer, question, coefficients, grouping, question.selected, stop, also)
+        rows = self._rows(
+            layer, question, coefficients, grouping, question.selected, stop, also, on
+        )
         values = rows[:, 0] + initial if grouping is None else rows
         residual = None if whole is None else whole - initial - rows.sum(axis=1)
         return Parts(values, initial, self._trained(manifest, question), residual)
@@ -340,7 +364,9 @@ class DualOutputs:
     def _rebuilt(self, layer: IndexLayer, question: PreparedOutput) -> FileEntry | None:
         """The stored sum of the layer's rows, where it is what answers."""
         why_not = why_not_rebuilt(layer, question)
-        return layer.rebuilt if why_not is None and question.strategy != "scan" else None
+        return (
+            layer.rebuilt if why_not is None and question.strategy in ("auto", "rebuilt") else None
+        )
 
     def _trained_without_rows(self, layer: IndexLayer) -> LayerCoefficients:
         """The trained layer's coefficients less those of its rows: a few numbers, kept."""
@@ -366,11 +392,18 @@ class DualOutputs:
         grouping: Grouping | None,
         selected: np.ndarray,
         stop: Stop | None,
-        also: Sequence[Reducer] = (),
+        also: Sequence[Reducer],
+        on: OnDevices | None,
     ) -> np.ndarray:
+        queries = question.queries
         if question.elsewhere is not None:
             return question.elsewhere(coefficients.start, grouping is not None)
-        return rows_part(layer, question.queries, coefficients, grouping, selected, stop, also)
+        if on is None:
+            return rows_part(layer, queries, coefficients, grouping, selected, stop, also)
+        added, left = rows_added(on, layer, queries, coefficients, grouping, selected, stop)
+        if left.any():
+            added += rows_part(layer, queries, coefficients, grouping, left, stop)
+        return added
 
 
 def _difference(whole: Affine, part: Affine) -> Affine:

@@ -1,13 +1,13 @@
-"""Total attention weight per group, in the cheapest of three ways.
+"""Total attention weight per group, in the cheapest of these ways.
 
 - Key sums. Adding the weights q.x of many rows is multiplying q with the sum of their keys. The
   index stores that sum for each run, the neighbouring rows of a shard with the same task and label:
   where a whole run takes part and belongs to one group, one product stands for all its rows. That
   holds for absolute weights too, where no number in these keys or in the query is negative.
 - Distinct keys. Rows with the same key have the same weight: one product, times how many they are.
-- A scan of every row: float32 weights, added in float64.
+- A scan of every row: float32 weights, added in float64, on the CPU or on devices.
 
-Rows that no key sum stands for take one of the other two ways.
+Rows that no key sum stands for take one of the other ways.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from dualform.engine.devices.devices import Devices
 from dualform.engine.errors import DataLossError
 from dualform.engine.memory.fold import fold
 from dualform.engine.memory.layer import Layer
@@ -26,6 +27,7 @@ from dualform.engine.plan.plan import Plan, check_strategy, chosen
 from dualform.engine.rows.groups import Groups
 from dualform.engine.totals.distinct_keys import DistinctSum, Pairs, first_rows
 from dualform.engine.totals.group_sums import GroupSum
+from dualform.engine.totals.on_devices import OnDevices, for_sums, weights_added
 from dualform.store.grouping import Grouping
 
 
@@ -85,16 +87,24 @@ class Way:
         rest: bool [total], the other rows that take part; None for none.
         standing: bool [total], the rows that are multiplied in their place, one for each distinct
             key; None where each is multiplied itself.
+        on: How devices multiply the rest; None where the CPU does.
     """
 
     plan: Plan
     summed: np.ndarray
     rest: np.ndarray | None
     standing: np.ndarray | None
+    on: OnDevices | None = None
 
 
-def plan(layer: Layer, prepared: PreparedSums, strategy: str) -> Way:
+def plan(layer: Layer, prepared: PreparedSums, strategy: str, devices: Devices) -> Way:
     """How to compute sums.
+
+    Args:
+        layer: Whose rows.
+        prepared: What is asked.
+        strategy: How, or "auto".
+        devices: Where rows lie beside the host's memory.
 
     Raises:
         InvalidArgumentError: The strategy is unknown, or does not apply.
@@ -106,6 +116,7 @@ def plan(layer: Layer, prepared: PreparedSums, strategy: str) -> Way:
     refused = {
         "key_sums": _no_key_sums(layer, prepared, whole, rows),
         "distinct_keys": no_distinct_keys,
+        "device": devices.why_not(),
         "scan": None,
     }
     check_strategy(strategy, refused)
@@ -129,18 +140,30 @@ def plan(layer: Layer, prepared: PreparedSums, strategy: str) -> Way:
         standing = first_rows(equal, rest)
         keys = int(np.count_nonzero(standing))
         costs["distinct_keys"] = beside + distinct_keys_seconds(layer, queries, rows, keys)
+    costs = {name: seconds * devices.cpu_pace for name, seconds in costs.items()}
+    on = for_sums(devices, layer, prepared.queries, rest, strategy)
+    if on is not None:
+        costs["device"] = beside * devices.cpu_pace + on.seconds
     choice = chosen(strategy, costs, str(refused["key_sums"]))
-    if choice.strategy == "scan":
+    devices.note(layer, costs["scan"])
+    if choice.strategy != "distinct_keys":
         standing = None
-    if whole.any():
+    choice = _explained(choice, strategy, all_rows if whole.any() else None, rows, keys)
+    return Way(choice, whole, rest, standing, on if choice.strategy == "device" else None)
+
+
+def _explained(choice: Plan, strategy: str, all_rows: int | None, rows: int, keys: int) -> Plan:
+    """The plan with what stands for how many rows: of so many, or all, where key sums stand for
+    the others."""
+    if all_rows is not None:
         left = f"the other {rows:,} are multiplied"
-        if standing is not None:
+        if choice.strategy == "distinct_keys":
             left = f"{keys:,} distinct keys for the other {rows:,}"
         reason = f"key sums stand for {all_rows - rows:,} rows, {left}"
-        choice = replace(choice, reason=reason)
-    elif choice.strategy == "distinct_keys" and strategy == "auto":
-        choice = replace(choice, reason=f"{keys:,} distinct keys stand for {rows:,} rows")
-    return Way(choice, whole, rest, standing)
+        return replace(choice, reason=reason)
+    if choice.strategy == "distinct_keys" and strategy == "auto":
+        return replace(choice, reason=f"{keys:,} distinct keys stand for {rows:,} rows")
+    return choice
 
 
 def _equal_keys(layer: Layer) -> tuple[np.ndarray | None, str | None]:
@@ -187,6 +210,12 @@ def total_weights(layer: Layer, prepared: PreparedSums, way: Way, stop: Stop | N
         total.add_runs(prepared.run_codes[way.summed], weights)
     if way.rest is None:
         return total.result()
+    if way.on is not None:
+        added, left = weights_added(
+            way.on, layer, queries, grouping, way.rest, prepared.absolute, stop
+        )
+        fold(layer, queries, left, [total], stop)
+        return np.asarray(total.result() + added)
     if way.standing is None:
         fold(layer, queries, way.rest, [total], stop)
         return total.result()
