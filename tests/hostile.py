@@ -106,7 +106,7 @@ def _socket(file: Path) -> None:
     here = os.getcwd()
     os.chdir(file.parent)  # names of sockets are short
     try:
-        with socket.socket(socket.AF_UNIX) as own:
-            own.bind(file.name)
+        with socket.socket(socket.AF_UNIX) as place:
+            place.bind(file.name)
     finally:
         os.chdir(here)

@@ -84,18 +84,18 @@ def make_recording(
     writer.write_initial(state)
     ledger: list[LedgerRow] = []
     for step, first in enumerate(range(0, len(keys), rows_per_step)):
-        own = slice(first, min(first + rows_per_step, len(keys)))
-        count = own.stop - own.start
-        metadata = {name: _column(column[own]) for name, column in columns.items()}
+        part = slice(first, min(first + rows_per_step, len(keys)))
+        count = part.stop - part.start
+        metadata = {name: _column(column[part]) for name, column in columns.items()}
         encoding = encodings[step % len(encodings)]
         of_values = "float32" if encoding == "one_hot" else encoding
-        kept = None if values is None else _record(values[own], of_values)
+        kept = None if values is None else _record(values[part], of_values)
         row = LedgerRow(
             step, "fc.weight", SGDSettings(lr, momentum), first=momentum != 0 and step == 0
         )
         ledger.append(row)
         writer.append(
-            [StepPass("fc", count, 0, _record(keys[own], encoding), kept)],
+            [StepPass("fc", count, 0, _record(keys[part], encoding), kept)],
             [Block(step, (count,), metadata)],
             [row],
         )
@@ -118,9 +118,9 @@ def _trained(
     """What SGD makes of the state, in float64: the final weights that the rows explain."""
     weight, buffer = state["fc.weight"].astype(np.float64), 0.0
     for row, first in zip(ledger, range(0, len(keys), rows_per_step), strict=True):
-        own = slice(first, first + rows_per_step)
+        part = slice(first, first + rows_per_step)
         with np.errstate(all="ignore"):  # keys that are not finite are some tests' matter
-            gradient = -(values[own].astype(np.float64).T @ keys[own].astype(np.float64))
+            gradient = -(values[part].astype(np.float64).T @ keys[part].astype(np.float64))
             buffer = row.settings.momentum * buffer + gradient
             weight = weight - row.settings.lr * buffer
     with np.errstate(all="ignore"):

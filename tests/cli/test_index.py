@@ -98,7 +98,7 @@ def test_build_with_parts(recording: Path, tmp_path: Path) -> None:
         )
         for way in ("parts", "scan")
     ]
-    np.testing.assert_allclose(*(own["values"] for own in answers), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(*(each["values"] for each in answers), rtol=1e-5, atol=1e-6)
     for column, message in (("labels", "no column 'labels'"), ("position", "no row has a value")):
         wrong = dualform("index", "build", recording, tmp_path / "no", "--parts", column)
         assert (wrong.status, wrong.out) == (2, "")

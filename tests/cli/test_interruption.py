@@ -64,7 +64,7 @@ def test_a_signal_at_any_moment(recording: Path, tmp_path: Path, number: signal.
         time.sleep(0.25 * attempt if attempt < 2 else 0.08 * (attempt - 2))
         process.send_signal(number)
         _, errors = process.communicate(timeout=60)
-        left = [own.name for own in target.parent.iterdir()] if target.parent.exists() else []
+        left = [each.name for each in target.parent.iterdir()] if target.parent.exists() else []
         if process.returncode == 0:  # too late: it was done
             assert verify_index(target).damage == ()
             assert left == ["index"]
@@ -101,5 +101,5 @@ def test_a_target_that_appears_during_a_build(recording: Path, tmp_path: Path) -
 
         with pytest.raises(ExistsError, match="never overwritten"):
             build_index(recording, target, progress=appear)
-        assert [own.name for own in target.iterdir()] == content
-    assert {own.name for own in tmp_path.iterdir()} == {"index0", "index1"}
+        assert [each.name for each in target.iterdir()] == content
+    assert {each.name for each in tmp_path.iterdir()} == {"index0", "index1"}

@@ -159,8 +159,8 @@ def test_sums_over_bins_and_a_profile_are_numpys(
     assert some.groups == [3.0, 10.5]
     assert some.coverage.rows == some.counts.sum() == 7 * 38
     for query in range(len(queries)):
-        for got, own in ((profile, edges), (some, np.array([3, 10.5, 40]))):
-            expected = np.histogram(step, own, weights=weights[query])[0]
+        for got, each in ((profile, edges), (some, np.array([3, 10.5, 40]))):
+            expected = np.histogram(step, each, weights=weights[query])[0]
             np.testing.assert_allclose(got.values[query], expected, atol=1e-3)
 
 

@@ -149,9 +149,9 @@ def test_tls(ca: Authority, of_server: Signed) -> None:
 
 
 def test_tls_with_a_certificate_of_the_clients_own(ca: Authority, of_server: Signed) -> None:
-    own = ca.sign("client", "DNS:client")
+    signed = ca.sign("client", "DNS:client")
     with answering(anyone, credentials=credentials(of_server, ca.certificate)) as address:
-        ask_both(address, tls=ca.certificate, certificate=own.certificate, key=str(own.key))
+        ask_both(address, tls=ca.certificate, certificate=signed.certificate, key=str(signed.key))
         with (
             Client(address, tls=ca.certificate, retry=None) as client,
             pytest.raises(UnavailableError, match="certificate=, key="),

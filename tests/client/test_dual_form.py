@@ -246,8 +246,8 @@ def test_behind_the_block_all_is_as_before(trained: Trained) -> None:
     model, images = copy_of(trained.model), trained.images[:5]
     seen: list[torch.Tensor] = []
     model[2].register_forward_hook(lambda layer, given, out: seen.append(out.detach()))
-    own = model[4].forward
-    model[4].forward = lambda x: own(x) + 1  # a user's own patch stays
+    forward = model[4].forward
+    model[4].forward = lambda x: forward(x) + 1  # a user's own patch stays
     before, primal = state_of(model), model(images)
     with pytest.raises(ZeroDivisionError), dual_form(model, trained.client, at_step=0):
         fail_after(model, images)

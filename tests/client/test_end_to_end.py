@@ -53,13 +53,15 @@ def test_the_dual_output_is_the_layers_own(trained: Trained) -> None:
                 continue
             np.testing.assert_array_equal(queries[str(place)], seen.numpy())
             output = client.dual_output(str(place), queries[str(place)])
-            own = hidden.numpy()
-            error = np.linalg.norm(output.values - own, axis=1) / np.linalg.norm(own, axis=1)
+            expected = hidden.numpy()
+            error = np.linalg.norm(output.values - expected, axis=1) / np.linalg.norm(
+                expected, axis=1
+            )
             # Momentum 0.9: design, rule 5.
             assert error.max() <= 1e-4
             parts = client.dual_output(str(place), queries[str(place)], group_by="label")
             whole = parts.initial + parts.values.sum(axis=1)
-            assert np.abs(whole - output.values).max() <= 1e-4 * np.abs(own).max()
+            assert np.abs(whole - output.values).max() <= 1e-4 * np.abs(expected).max()
 
 
 def test_payloads_come_back_by_example(trained: Trained) -> None:

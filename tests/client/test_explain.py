@@ -51,7 +51,7 @@ def test_every_way_gives_what_single_questions_give(
         return answers
 
     with Client(digits) as client, Client.local(digits_index) as local:
-        ways = [own.explain(asked, k=4, group_by="label", output=True) for own in (client, local)]
+        ways = [each.explain(asked, k=4, group_by="label", output=True) for each in (client, local)]
         for way in [*ways, *asyncio.run(other())]:
             assert list(way) == list(asked)
             for layer, queries in asked.items():

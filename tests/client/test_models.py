@@ -66,7 +66,7 @@ def test_a_compiled_function_around_a_model_in_dual_form(
     def twice(x: torch.Tensor) -> torch.Tensor:
         return torch.as_tensor(model(x) * 2)
 
-    own = twice(x).detach()
+    reference = twice(x).detach()
     expected = 2 * local.dual_output("fc", x).values
     torch._dynamo.reset()
     compiled = torch.compile(twice, backend="eager")
@@ -74,7 +74,7 @@ def test_a_compiled_function_around_a_model_in_dual_form(
         compiled(x)
     with dual_form(model, local):
         np.testing.assert_array_equal(compiled(x).numpy(), expected)
-    torch.testing.assert_close(compiled(x).detach(), own)
+    torch.testing.assert_close(compiled(x).detach(), reference)
 
 
 def test_dual_form_inside_a_compiled_function(local: Client, queries: np.ndarray) -> None:

@@ -126,10 +126,10 @@ def test_pauses_grow_and_differ() -> None:
     drawn = [list(retry.pauses()) for _ in range(300)]
     assert all(len(pauses) == 4 for pauses in drawn)
     for place, longest in enumerate((0.1, 0.2, 0.4, 0.4)):
-        own = [pauses[place] for pauses in drawn]
-        assert 0.8 * longest < max(own) <= longest  # uniform: below 0.8 in 300 draws never
-        assert min(own) < 0.2 * longest
-        assert len(set(own)) > 290
+        drawn_pauses = [pauses[place] for pauses in drawn]
+        assert 0.8 * longest < max(drawn_pauses) <= longest  # uniform: below 0.8 in 300 draws never
+        assert min(drawn_pauses) < 0.2 * longest
+        assert len(set(drawn_pauses)) > 290
 
 
 def test_unavailable_is_asked_again_with_the_servers_pause_on_top() -> None:

@@ -120,7 +120,7 @@ def test_a_method_takes_its_questions_fields_with_their_defaults(name: str) -> N
             wanted[called] = inspect.Parameter.empty if missing else field.default
     if name == "profile":
         wanted["bins"] = 50  # how many, not which
-    assert {own: parameter.default for own, parameter in parameters.items()} == wanted
+    assert {each: parameter.default for each, parameter in parameters.items()} == wanted
 
 
 @pytest.mark.parametrize("which", ["remote", "local"])

@@ -29,8 +29,8 @@ def write_over(file: Path) -> None:
     """The same size, other numbers, as `cp` does it."""
     data = bytearray(file.read_bytes())
     data[100] ^= 1
-    with open(file, "r+b") as own:
-        own.write(data)
+    with open(file, "r+b") as opened:
+        opened.write(data)
 
 
 def replace(file: Path) -> None:
@@ -39,8 +39,8 @@ def replace(file: Path) -> None:
 
 
 def cut(file: Path) -> None:
-    with open(file, "r+b") as own:
-        own.truncate(100)
+    with open(file, "r+b") as opened:
+        opened.truncate(100)
 
 
 CHANGES = [write_over, replace, cut, Path.unlink]

@@ -86,8 +86,8 @@ def test_the_callers_context_changes_nothing(path: Path, name: str) -> None:
     # These rows were made up, and rebuild nothing: by the same figures.
     assert report == verify_index(path)
     for found in (inside, opened_inside):
-        for own, other in zip(found, expected, strict=True):
-            np.testing.assert_array_equal(own, other)
+        for each, other in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(each, other)
 
 
 def test_a_question_while_python_shuts_down(path: Path) -> None:

@@ -101,15 +101,15 @@ def test_any_split_keeps_the_best_row_of_each_value(case: dict) -> None:
     for i, row in enumerate(scores):
         for hits, allowed in ((whole, everything), (some, label <= 1)):
             expected = best_of_each(row, k, order, allowed, example)
-            for got, own in zip(
+            for got, each in zip(
                 (hits.rows[i], hits.scores[i], hits.counts[i]), expected, strict=True
             ):
-                np.testing.assert_array_equal(got, own)
+                np.testing.assert_array_equal(got, each)
         for g, value in enumerate(grouped.groups.to_pylist()):
             expected = best_of_each(row, k, order, label == value, example)
             got = (grouped.rows[i, g], grouped.scores[i, g], grouped.counts[i, g])
-            for one, own in zip(got, expected, strict=True):
-                np.testing.assert_array_equal(one, own)
+            for one, each in zip(got, expected, strict=True):
+                np.testing.assert_array_equal(one, each)
 
 
 def test_contributions_of_distinct_examples(tmp_path: Path) -> None:

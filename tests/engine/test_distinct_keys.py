@@ -85,17 +85,17 @@ def test_sums_match_float64(
     for sums in answers:
         assert sums.counts.sum() == selected.sum() == sums.coverage.rows
         for g, value in enumerate(np.unique(groups)):
-            own = (groups == value) & selected
-            expected = (np.abs(weights) if absolute else weights)[:, own].sum(1)
-            assert (np.abs(sums.values[:, g] - expected) <= 1e-6 * terms[:, own].sum(1)).all()
+            members = (groups == value) & selected
+            expected = (np.abs(weights) if absolute else weights)[:, members].sum(1)
+            assert (np.abs(sums.values[:, g] - expected) <= 1e-6 * terms[:, members].sum(1)).all()
 
 
 def test_bins(index: Index, arrays: dict[str, np.ndarray]) -> None:
     edges = [0, 13, 50, 77]
     weights = arrays["queries"].astype(np.float64) @ arrays["keys"].T.astype(np.float64)
     got = index.sums("fc", arrays["queries"], "step", bins=edges, strategy="distinct_keys")
-    for query, own in zip(got.values, weights, strict=True):
-        expected = np.histogram(arrays["step"], edges, weights=own)[0]
+    for query, each in zip(got.values, weights, strict=True):
+        expected = np.histogram(arrays["step"], edges, weights=each)[0]
         np.testing.assert_allclose(query, expected, atol=1e-3)
     assert got.plan.strategy == "distinct_keys"
 

@@ -75,8 +75,8 @@ def test_answers_are_those_of_the_same_numbers_in_float32(
 ) -> None:
     wide, narrow = build(tmp_path / "wide", arrays), build(tmp_path / "narrow", arrays, name)
     expected, found = answers(wide, arrays["queries"]), answers(narrow, arrays["queries"])
-    for what, own in expected.items():
-        np.testing.assert_array_equal(found[what], own, err_msg=what)
+    for what, each in expected.items():
+        np.testing.assert_array_equal(found[what], each, err_msg=what)
     exact = arrays["keys"].astype(np.float64) @ arrays["queries"].T.astype(np.float64)
     np.testing.assert_array_equal(found["weights"], exact.T.astype(np.float32))
     with Index.open(narrow, device="cpu") as index, pytest.raises(InvalidArgumentError, match=name):
@@ -93,13 +93,13 @@ def test_what_was_recorded_in_16_bits_takes_half_the_disk(
     assert layer.encodings == (name, name)
     assert json.loads((path / "manifest.json").read_bytes())["version"] == 2
     order = np.argsort(np.arange(400) % 5, kind="stable")
-    own = layer.shards[0]
-    assert own.values is not None
-    assert own.keys.bytes == 81 + 400 * D_IN * 2
-    assert (path / own.keys.name).read_bytes()[81:] == stored(arrays["keys"][:400][order], name)
-    keys = faiss.read_index(str(path / own.keys.name)).reconstruct_n(0, 400)
+    shard = layer.shards[0]
+    assert shard.values is not None
+    assert shard.keys.bytes == 81 + 400 * D_IN * 2
+    assert (path / shard.keys.name).read_bytes()[81:] == stored(arrays["keys"][:400][order], name)
+    keys = faiss.read_index(str(path / shard.keys.name)).reconstruct_n(0, 400)
     np.testing.assert_array_equal(keys, arrays["keys"][:400][order])
-    values = encoding(name).widen(np.load(path / own.values.name), D_OUT)
+    values = encoding(name).widen(np.load(path / shard.values.name), D_OUT)
     np.testing.assert_array_equal(values, arrays["values"][:400][order])
     assert verify_index(path).damage == ()
 

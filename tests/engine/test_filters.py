@@ -58,8 +58,8 @@ def both(where: pb.Filter, columns: dict[str, pa.Array]) -> np.ndarray:
 
 
 def compare(column: str, operator: int, *literals: object) -> pb.Filter:
-    own = pb.Comparison(column=column, operator=operator, values=[value(x) for x in literals])
-    return pb.Filter(comparison=own)
+    compared = pb.Comparison(column=column, operator=operator, values=[value(x) for x in literals])
+    return pb.Filter(comparison=compared)
 
 
 def render(literal: object) -> str:
@@ -208,12 +208,12 @@ def test_numbers_compare_as_numbers_whatever_their_type(column: str, literal: fl
         pb.OPERATOR_GT: operator.gt,
         pb.OPERATOR_GE: operator.ge,
     }
-    for own, compares in same.items():
+    for each, compares in same.items():
         expected = [x is not None and compares(x, literal) for x in EXTREMES[column]]
-        assert both(compare(column, own, literal), columns).tolist() == expected, own
+        assert both(compare(column, each, literal), columns).tolist() == expected, each
         negated = [x is not None and not compares(x, literal) for x in EXTREMES[column]]
-        where = pb.Filter(negated=compare(column, own, literal))
-        assert both(where, columns).tolist() == negated, own
+        where = pb.Filter(negated=compare(column, each, literal))
+        assert both(where, columns).tolist() == negated, each
 
 
 @pytest.mark.parametrize("column", EXTREMES)

@@ -36,16 +36,16 @@ class Passes:
 
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> Passes:
-    own, original = Passes(), followed.steps_in_order
+    passes, original = Passes(), followed.steps_in_order
 
     def counted(*arguments: Any) -> Iterator[Any]:
-        own.count += 1
-        own.began.set()
-        assert own.go.wait(20)
+        passes.count += 1
+        passes.began.set()
+        assert passes.go.wait(20)
         return original(*arguments)
 
     monkeypatch.setattr(followed, "steps_in_order", counted)
-    return own
+    return passes
 
 
 def queries(seed: int) -> np.ndarray:

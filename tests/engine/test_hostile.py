@@ -75,9 +75,9 @@ def ask(path: Path) -> dict[str, Any]:
 
 
 def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    for name, own in expected.items():
-        assert found[name].shape == own.shape, name
-        np.testing.assert_allclose(found[name], own, rtol=1e-5, atol=1e-5, err_msg=name)
+    for name, each in expected.items():
+        assert found[name].shape == each.shape, name
+        np.testing.assert_allclose(found[name], each, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
 def outcome(path: Path, expected: dict[str, Any] | None, what: str) -> str:
@@ -118,7 +118,7 @@ def test_every_field_of_the_manifest(path: Path, tmp_path: Path) -> None:
 
 def test_what_is_no_file(path: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(path, tmp_path / "copy"))
-    for file in [own for own in copy.rglob("*") if own.is_file()]:
+    for file in [each for each in copy.rglob("*") if each.is_file()]:
         content = file.read_bytes()
         for what, put in hostile.odd_files(file, tmp_path / "outside"):
             file.unlink()
@@ -148,8 +148,8 @@ def reseal(path: Path, name: str, data: bytes) -> None:
         if isinstance(value, dict) and value.get("name") == name:
             return FileEntry(name, len(data), digest(data)).to_json()
         if isinstance(value, dict):
-            return {key: replace(own) for key, own in value.items()}
-        return [replace(own) for own in value] if isinstance(value, list) else value
+            return {key: replace(each) for key, each in value.items()}
+        return [replace(each) for each in value] if isinstance(value, list) else value
 
     write_sealed(path / "manifest.json", replace(manifest))
 
@@ -182,7 +182,7 @@ def test_a_small_sidecar_does_not_become_a_large_one(path: Path, tmp_path: Path,
 
 
 def files_of(path: Path) -> list[str]:
-    found = [own.relative_to(path).as_posix() for own in path.rglob("*") if own.is_file()]
+    found = [each.relative_to(path).as_posix() for each in path.rglob("*") if each.is_file()]
     return sorted(name for name in found if name != "manifest.json")
 
 

@@ -51,7 +51,7 @@ def record(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Pa
 
 def reports(path: Path) -> tuple[VerifyReport, dict[str, str]]:
     report = verify_index(path)
-    return report, {own.layer: own.note for own in report.layers}
+    return report, {each.layer: each.note for each in report.layers}
 
 
 def test_a_key_bias_under_adamw_is_noise_and_said_to_be(tmp_path: Path) -> None:
@@ -61,8 +61,8 @@ def test_a_key_bias_under_adamw_is_noise_and_said_to_be(tmp_path: Path) -> None:
     report, notes = reports(index)
     assert report.ok
     assert "key.bias: its gradient is rounding noise" in notes["key"]
-    assert [own.layer for own in report.layers if own.note] == ["key"]
-    by_name = {own.layer: own for own in report.layers}
+    assert [outputs.layer for outputs in report.layers if outputs.note] == ["key"]
+    by_name = {outputs.layer: outputs for outputs in report.layers}
     assert by_name["key"].bias_error is not None
     assert by_name["key"].bias_error > 1e-3
     for name in ("query", "value", "head"):
@@ -73,10 +73,10 @@ def test_a_key_bias_under_adamw_is_noise_and_said_to_be(tmp_path: Path) -> None:
     queries = np.random.default_rng(0).standard_normal((5, WIDTH)).astype(np.float32)
     with Index.open(index, device="cpu") as opened:
         out = opened.dual_output("key", queries, max_residual=np.inf)
-    own = model.key(torch.from_numpy(queries)).detach().double().numpy()
+    outputs = model.key(torch.from_numpy(queries)).detach().double().numpy()
     assert out.residual is not None
     whole = out.values.astype(np.float64) + out.residual
-    assert (np.linalg.norm(whole - own, axis=1) <= 1e-6 * np.linalg.norm(own, axis=1)).all()
+    assert (np.linalg.norm(whole - outputs, axis=1) <= 1e-6 * np.linalg.norm(outputs, axis=1)).all()
 
 
 class Normed(nn.Module):
@@ -113,11 +113,11 @@ def test_a_bias_before_batch_norm_and_dead_units_under_adamw(tmp_path: Path) -> 
             layer = model.get_submodule(name)
             queries = rng.standard_normal((5, opened.layers[name].d_in)).astype(np.float32)
             out = opened.dual_output(name, queries, max_residual=np.inf)
-            own = layer(torch.from_numpy(queries)).detach().double().numpy()
+            expected = layer(torch.from_numpy(queries)).detach().double().numpy()
             assert out.residual is not None
             whole = out.values.astype(np.float64) + out.residual
-            length = np.linalg.norm(own, axis=1)
-            assert (np.linalg.norm(whole - own, axis=1) <= 1e-6 * length).all()
+            length = np.linalg.norm(expected, axis=1)
+            assert (np.linalg.norm(whole - expected, axis=1) <= 1e-6 * length).all()
             share = np.linalg.norm(out.residual, axis=1) / length
             assert share.min() > 1e-6 if name == "first" else share.max() < 1e-5
         # Of a dead unit nothing but decay moved the weight: no row adds anything at all.
@@ -144,11 +144,11 @@ def test_weights_that_hardly_moved_are_no_fault(tmp_path: Path, optimizer_of: Op
     model = Attention()
     report, notes = reports(record(tmp_path, model, optimizer_of(model)))
     assert report.ok, notes
-    for own in report.layers:
-        assert own.output_error is not None
-        assert own.output_error <= 1e-5 or "noise" in own.note
+    for each in report.layers:
+        assert each.output_error is not None
+        assert each.output_error <= 1e-5 or "noise" in each.note
         # Where the way is not rebuilt, that is said.
-        assert own.note or max(own.weight_error or 0, own.bias_error or 0) <= 1e-4
+        assert each.note or max(each.weight_error or 0, each.bias_error or 0) <= 1e-4
 
 
 @pytest.mark.parametrize("lr", [0.5, 1e-3])

@@ -43,14 +43,14 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 def contributions(recording: Path, queries: np.ndarray, unit: int, end: int) -> np.ndarray:
     """What every row did to one unit, by AdamW's own recursion run for each row alone, float64."""
-    with Recording.open(recording) as own:
-        ledger, steps = own.ledger(), own.steps
+    with Recording.open(recording) as opened:
+        ledger, steps = opened.ledger(), opened.steps
         keys, values = [], []
-        for record in own.passes("0"):
+        for record in opened.passes("0"):
             key = np.empty((record.rows, D_IN), np.float32)
             value = np.empty((record.rows, D_OUT), np.float32)
-            own.read_keys(record, key)
-            own.read_values(record, value)
+            opened.read_keys(record, key)
+            opened.read_values(record, value)
             keys.append(key.astype(np.float64))
             values.append(value.astype(np.float64))
     assert len(keys) == steps
@@ -108,12 +108,16 @@ def test_the_best_rows_are_those_of_every_rows_own_recursion(
                     ids, scores = found.rows[where], found.scores[where]
                     allowed = rows < BATCH * (STEPS if end is None else end)
                     allowed &= True if group_by is None else labels == group
-                    own = np.where(allowed, expected[query], np.nan)
-                    merits = {"largest": own, "smallest": -own, "absolute": np.abs(own)}[order]
+                    ranked = np.where(allowed, expected[query], np.nan)
+                    merits = {"largest": ranked, "smallest": -ranked, "absolute": np.abs(ranked)}[
+                        order
+                    ]
                     best = np.argsort(-merits, kind="stable")[: min(9, allowed.sum())]
                     kept = ids[ids >= 0]
                     assert len(kept) == len(best)
-                    np.testing.assert_allclose(scores[: len(kept)], own[kept], rtol=2e-4, atol=1e-8)
+                    np.testing.assert_allclose(
+                        scores[: len(kept)], ranked[kept], rtol=2e-4, atol=1e-8
+                    )
                     np.testing.assert_allclose(merits[kept], merits[best], rtol=2e-4, atol=1e-8)
 
 

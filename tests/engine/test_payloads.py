@@ -32,8 +32,8 @@ def record(path: Path, *batches: tuple[list[Any], list[bytes | str]]) -> None:
     examples = [
         Examples(
             ids,
-            ["text" if isinstance(own, str) else "bytes" for own in payloads],
-            [own.encode() if isinstance(own, str) else own for own in payloads],
+            ["text" if isinstance(each, str) else "bytes" for each in payloads],
+            [each.encode() if isinstance(each, str) else each for each in payloads],
         )
         for ids, payloads in batches
     ]

@@ -75,7 +75,7 @@ def test_isotropic_keys_are_not_pruned_twice(isotropic: Path) -> None:
     for other in hits[1:]:
         np.testing.assert_array_equal(other.rows, hits[0].rows)
         np.testing.assert_array_equal(other.scores, hits[0].scores)
-    assert [own.plan.reason for own in hits] == ["it was asked for"] * 3
+    assert [each.plan.reason for each in hits] == ["it was asked for"] * 3
 
 
 def test_cold_keys_make_pruning_worth_more(low_rank: Path, monkeypatch: pytest.MonkeyPatch) -> None:

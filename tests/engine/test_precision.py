@@ -90,8 +90,8 @@ expected, repeated = answers(), replayed()
 for setting in settings:
     with setting:
         assert multiplies_in_float32() == (getattr(setting, "value", "") == "ieee")
-        for (own, size), (other, _) in zip(answers(), expected, strict=True):
-            assert (np.abs(own - other) <= 1e-6 * size).all(), (own, other)
+        for (ours, size), (other, _) in zip(answers(), expected, strict=True):
+            assert (np.abs(ours - other) <= 1e-6 * size).all(), (ours, other)
         np.testing.assert_array_equal(replayed(), repeated)
 assert multiplies_in_float32()
 print("the same")

@@ -119,12 +119,12 @@ def test_verify_names_one_that_is_not_the_rows(
 ) -> None:
     """Whole, sealed and wrong: one number of it is off. Also where there are no final weights."""
     manifest = IndexManifest.load(path)
-    own = manifest.layers["2"]
-    assert own.rebuilt is not None
-    tensors = load_file(path / own.rebuilt.name)
+    published = manifest.layers["2"]
+    assert published.rebuilt is not None
+    tensors = load_file(path / published.rebuilt.name)
     tensors[parameter].flat[7] += 0.02 * np.abs(tensors[parameter]).max()
-    entry = write_atomic(path / own.rebuilt.name, save(tensors))
-    wrong = replace(own, rebuilt=replace(entry, name=own.rebuilt.name))
+    entry = write_atomic(path / published.rebuilt.name, save(tensors))
+    wrong = replace(published, rebuilt=replace(entry, name=published.rebuilt.name))
     if not closed:
         wrong = replace(wrong, final=None)
     replace(manifest, layers={**manifest.layers, "2": wrong}).save(path)

@@ -110,7 +110,7 @@ def test_every_step_is_what_the_loop_saw(tmp_path: Path, name: str) -> None:
             x = queries(layer)
             for step in range(STEPS + 1):
                 kept = trained.history[step]
-                weight, bias = (kept[f"{layer}.{own}"].double() for own in ("weight", "bias"))
+                weight, bias = (kept[f"{layer}.{each}"].double() for each in ("weight", "bias"))
                 expected = torch.from_numpy(x).double() @ weight.T + bias
                 out = index.dual_output(layer, x, at_step=step)
                 whole = index.dual_output(layer, x, at_step=step, where=parse_filter("step >= 0"))
@@ -122,17 +122,17 @@ def test_every_step_is_what_the_loop_saw(tmp_path: Path, name: str) -> None:
                 assert out.coverage.rows == 10 * step
     report = verify_index(trained.path)
     assert report.ok, report
-    assert [own.states for own in report.layers] == [len(states(trained))] * 2
+    assert [each.states for each in report.layers] == [len(states(trained))] * 2
 
 
 def test_only_what_lies_after_the_state_is_read(trained: Trained, tmp_path: Path) -> None:
     """Shards of 4 steps each: those before the last state can be damaged without harm."""
-    own = train(tmp_path, ratio=10.0, **SETTINGS["decay"])
-    last = states(own)[-1]
+    damaged = train(tmp_path, ratio=10.0, **SETTINGS["decay"])
+    last = states(damaged)[-1]
     for shard in range(last // 4):
         for kind in ("keys.faiss", "values.npy"):
-            flip(own.path / f"layers/0/{shard:06}.{kind}")
-    with Index.open(own.path, device="cpu") as index, Index.open(trained.path) as sound:
+            flip(damaged.path / f"layers/0/{shard:06}.{kind}")
+    with Index.open(damaged.path, device="cpu") as index, Index.open(trained.path) as sound:
         for step in range(last, STEPS + 1):
             found = index.dual_output("0", queries("0"), at_step=step)
             expected = sound.dual_output("0", queries("0"), at_step=step)
@@ -143,10 +143,10 @@ def test_only_what_lies_after_the_state_is_read(trained: Trained, tmp_path: Path
 
 def test_a_trained_layer_is_the_sum_of_all_rows(trained: Trained, tmp_path: Path) -> None:
     """Nothing of the answer comes from a state: it is there with all of them damaged."""
-    own = train(tmp_path, ratio=10.0, **SETTINGS["decay"])
-    for step in states(own):
-        flip(own.path / f"layers/0/states-{step}.safetensors")
-    with Index.open(own.path, device="cpu") as index, Index.open(trained.path) as sound:
+    damaged = train(tmp_path, ratio=10.0, **SETTINGS["decay"])
+    for step in states(damaged):
+        flip(damaged.path / f"layers/0/states-{step}.safetensors")
+    with Index.open(damaged.path, device="cpu") as index, Index.open(trained.path) as sound:
         found, expected, scan = (
             i.dual_output("0", queries("0"), strategy=strategy)
             for i, strategy in ((index, "auto"), (sound, "auto"), (index, "scan"))
@@ -277,7 +277,7 @@ def test_verify_finds_the_steps_of_a_wrong_row(
 
     def wrong(self: RecordingWriter, passes: list[StepPass], *rest: Any) -> None:
         if self.steps == 13:
-            passes = [own._replace(values=negated(own.values)) for own in passes]
+            passes = [each._replace(values=negated(each.values)) for each in passes]
         append(self, passes, *rest)
 
     monkeypatch.setattr(RecordingWriter, "append", wrong)
@@ -289,11 +289,11 @@ def test_verify_finds_the_steps_of_a_wrong_row(
         build_index(tmp_path / "recording", trained.path)
     after = next(step for step in states(trained) if step > 13)
     before = max(step for step in states(trained) if step <= 13)
-    for own in verify_index(trained.path).layers:
-        assert not own.ok
-        assert own.bad_steps == (before, after)
-        assert (own.weight_error is not None) == closed
-        assert ("cut short" in own.note) == (not closed)
+    for each in verify_index(trained.path).layers:
+        assert not each.ok
+        assert each.bad_steps == (before, after)
+        assert (each.weight_error is not None) == closed
+        assert ("cut short" in each.note) == (not closed)
 
 
 def negated(record: Record | None) -> Record:

@@ -215,10 +215,10 @@ def test_rows_without_a_value_are_a_group(tmp_path: Path) -> None:
         for column in ("flag", "label"):
             found = index.dual_output("fc", x, group_by=column, strategy="parts")
             assert found.groups is not None
-            own = [r % 3 == 0 for r in range(60)] if column == "flag" else labels
-            assert found.groups.to_pylist() == sorted(set(own))
+            members = [r % 3 == 0 for r in range(60)] if column == "flag" else labels
+            assert found.groups.to_pylist() == sorted(set(members))
             for number, value in enumerate(found.groups.to_pylist()):
-                which = np.array([v == value for v in own])
+                which = np.array([v == value for v in members])
                 expected = 0.1 * values[which].T.astype(np.float64) @ (keys[which] @ x[0])
                 np.testing.assert_allclose(found.values[0, number], expected, atol=1e-5)
     assert verify_index(index_path).ok
@@ -234,14 +234,14 @@ def test_over_the_wire(published: Path) -> None:
 def _change(path: Path, change: Callable[[dict[str, np.ndarray]], None]) -> None:
     """Change layer "2"'s parts, and seal the index again."""
     manifest = IndexManifest.load(path)
-    own = manifest.layers["2"]
-    (stored,) = own.parts
+    published = manifest.layers["2"]
+    (stored,) = published.parts
     tensors = {name: array.copy() for name, array in load_file(path / stored.file.name).items()}
     change(tensors)
     entry = write_atomic(path / stored.file.name, save(tensors))
     file = FileEntry(stored.file.name, entry.bytes, entry.xxh3)
     groups = len(tensors["2.weight"])
-    wrong = replace(own, parts=(replace(stored, groups=groups, file=file),))
+    wrong = replace(published, parts=(replace(stored, groups=groups, file=file),))
     replace(manifest, layers={**manifest.layers, "2": wrong}).save(path)
 
 

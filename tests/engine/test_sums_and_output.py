@@ -67,8 +67,10 @@ def momentum_coefficients(at_step: int) -> np.ndarray:
 
 
 def comparison(column: str, operator: int, number: int) -> pb.Filter:
-    own = pb.Comparison(column=column, operator=operator, values=[pb.Value(int64_value=number)])
-    return pb.Filter(comparison=own)
+    compared = pb.Comparison(
+        column=column, operator=operator, values=[pb.Value(int64_value=number)]
+    )
+    return pb.Filter(comparison=compared)
 
 
 @pytest.mark.parametrize("absolute", [False, True])
@@ -82,10 +84,10 @@ def test_sums_match_float64(
     terms = np.abs(arrays["queries"]).astype(np.float64) @ np.abs(arrays["keys"]).T
     assert sums.groups.to_pylist() == np.unique(groups).tolist()
     for g, value in enumerate(np.unique(groups)):
-        own = groups == value
-        expected = (np.abs(weights) if absolute else weights)[:, own].sum(1)
-        assert (np.abs(sums.values[:, g] - expected) <= 1e-6 * terms[:, own].sum(1)).all()
-        assert sums.counts[g] == own.sum()
+        members = groups == value
+        expected = (np.abs(weights) if absolute else weights)[:, members].sum(1)
+        assert (np.abs(sums.values[:, g] - expected) <= 1e-6 * terms[:, members].sum(1)).all()
+        assert sums.counts[g] == members.sum()
 
 
 def test_sums_of_whole_runs_need_no_scan(
@@ -125,10 +127,12 @@ def test_filtered_sums(index: Index, arrays: dict[str, np.ndarray]) -> None:
     sums = index.sums(
         "fc", arrays["queries"], "label", where=comparison("step", pb.OPERATOR_LT, 30)
     )
-    own = np.arange(ROWS) // STEP_ROWS < 30
-    expected = [float64_weights(arrays)[:, own & (arrays["label"] == g)].sum(1) for g in range(4)]
+    members = np.arange(ROWS) // STEP_ROWS < 30
+    expected = [
+        float64_weights(arrays)[:, members & (arrays["label"] == g)].sum(1) for g in range(4)
+    ]
     np.testing.assert_allclose(sums.values, np.stack(expected, 1), rtol=0, atol=1e-3)
-    assert sums.coverage.rows == own.sum() == sums.counts.sum()
+    assert sums.coverage.rows == members.sum() == sums.counts.sum()
     assert sums.coverage.total == ROWS
 
 

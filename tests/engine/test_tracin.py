@@ -34,17 +34,17 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     for start in range(0, 1500, 100):
         optimizer.zero_grad()
-        own = slice(start, start + 100)
-        nn.functional.cross_entropy(model(digits.images[own]), digits.labels[own]).backward()
+        part = slice(start, start + 100)
+        nn.functional.cross_entropy(model(digits.images[part]), digits.labels[part]).backward()
         optimizer.step()
     torch.save(model.state_dict(), path / "model.pt")
     optimizer.zero_grad()
     with Recorder(model, optimizer, path / "recording") as recorder:
         for task, (first, count) in {"train": (0, TRAINING), "test": (1500, TEST)}.items():
-            own = slice(first, first + count)
+            part = slice(first, first + count)
             recorder.annotate(task=task)
             # The mean of the losses, as everyone trains: its values are 1/count of the sum's.
-            nn.functional.cross_entropy(model(digits.images[own]), digits.labels[own]).backward()
+            nn.functional.cross_entropy(model(digits.images[part]), digits.labels[part]).backward()
         optimizer.step()
     build_index(path / "recording", path / "index")
     return path

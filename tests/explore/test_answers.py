@@ -81,23 +81,25 @@ def test_the_output_is_the_layers_and_classes_add_up_to_it(
 ) -> None:
     found = ask(client, View(layer="2", example=7))
     with torch.no_grad():
-        own = digits.model[2](torch.from_numpy(found.query.vector))[0].numpy()
+        expected = digits.model[2](torch.from_numpy(found.query.vector))[0].numpy()
     assert isinstance(found.output, Output)
-    assert [value for _, value in found.output.whole] == pytest.approx(np.sort(own)[::-1], rel=1e-5)
-    assert found.unit == found.output.winner[0] == int(own.argmax())
+    assert [value for _, value in found.output.whole] == pytest.approx(
+        np.sort(expected)[::-1], rel=1e-5
+    )
+    assert found.unit == found.output.winner[0] == int(expected.argmax())
     groups = found.groups
     assert isinstance(groups, Groups)
-    assert groups.output == pytest.approx(own.max(), rel=1e-5)
+    assert groups.output == pytest.approx(expected.max(), rel=1e-5)
     added = sum(each.contribution or 0 for each in groups.groups)
     assert groups.initial is not None
-    assert added + groups.initial == pytest.approx(own.max(), abs=1e-4)
+    assert added + groups.initial == pytest.approx(expected.max(), abs=1e-4)
     assert [each.name for each in groups.groups] == list(range(10))
     assert [each.rows for each in groups.groups] == [
         int(digits.times()[digits.labels.numpy() == label].sum()) for label in range(10)
     ]
     parts = found.parts
     assert isinstance(parts, Parts)
-    assert (parts.values.sum(axis=0) + parts.initial) == pytest.approx(own, abs=1e-4)
+    assert (parts.values.sum(axis=0) + parts.initial) == pytest.approx(expected, abs=1e-4)
 
 
 def test_both_lists_have_both_numbers(client: AsyncClient) -> None:

@@ -60,15 +60,15 @@ def test_faiss_and_numpy_read_the_shards(
     manifest = IndexManifest.load(path)
     layer, space = manifest.layers["fc"], manifest.spaces[0]
     seen = []
-    for shard, own in zip(space.shards, layer.shards, strict=True):
+    for shard, each in zip(space.shards, layer.shards, strict=True):
         sidecar = pq.read_table(path / shard.sidecar.name).to_pydict()
         rows = np.array(sidecar["row"])
         assert len(rows) <= shard_rows
-        index = faiss.read_index(str(path / own.keys.name))
+        index = faiss.read_index(str(path / each.keys.name))
         assert isinstance(index, faiss.IndexFlatIP)
         np.testing.assert_array_equal(index.reconstruct_n(0, index.ntotal), arrays["keys"][rows])
-        assert own.values is not None
-        np.testing.assert_array_equal(np.load(path / own.values.name), arrays["values"][rows])
+        assert each.values is not None
+        np.testing.assert_array_equal(np.load(path / each.values.name), arrays["values"][rows])
         for name in ("label", "task"):
             np.testing.assert_array_equal(sidecar[name], arrays[name][rows])
         np.testing.assert_array_equal(sidecar["step"], rows // 64)
@@ -77,7 +77,7 @@ def test_faiss_and_numpy_read_the_shards(
         order = list(zip(sidecar["task"], sidecar["label"], sidecar["row"], strict=True))
         assert order == sorted(order)
         norms = np.linalg.norm(arrays["keys"][rows].astype(np.float64), axis=1)
-        assert norms.max() <= own.max_norm <= norms.max() * 1.001
+        assert norms.max() <= each.max_norm <= norms.max() * 1.001
         seen.extend(rows)
     np.testing.assert_array_equal(np.sort(seen), np.arange(len(arrays["keys"])))
 
@@ -117,7 +117,9 @@ def test_without_values(tmp_path: Path, arrays: dict[str, np.ndarray]) -> None:
 def test_progress_reaches_the_end(tmp_path: Path, arrays: dict[str, np.ndarray]) -> None:
     build(tmp_path, arrays, 300)
     seen: list[tuple[int, int]] = []
-    build_index(tmp_path / "recording", tmp_path / "again", progress=lambda *own: seen.append(own))
+    build_index(
+        tmp_path / "recording", tmp_path / "again", progress=lambda *told: seen.append(told)
+    )
     total = ROWS * (D_IN + D_OUT) * 4
     assert seen[-1] == (total, total)
     assert seen == sorted(seen)
@@ -214,8 +216,8 @@ def test_a_layer_that_never_ran_has_no_rows_and_keeps_no_other_from_answering(
             sums = client.sums("idle", query, group_by="step", absolute=absolute, where="step < 9")
             assert sums.groups == []
             assert sums.values.shape == (2, 0)
-        own = model["idle"](torch.from_numpy(query)).detach().numpy()
-        np.testing.assert_allclose(client.dual_output("idle", query).values, own, rtol=1e-6)
+        expected = model["idle"](torch.from_numpy(query)).detach().numpy()
+        np.testing.assert_allclose(client.dual_output("idle", query).values, expected, rtol=1e-6)
         parts = client.dual_output("idle", query, group_by="step")
         assert parts.values.shape == (2, 0, 2)
 

@@ -34,14 +34,14 @@ def in_order(path: Path, keys: np.ndarray) -> np.ndarray:
 
 
 def found(path: Path) -> np.ndarray | None:
-    own = IndexManifest.load(path).layers["fc"].equal_keys
-    if own is None:
+    published = IndexManifest.load(path).layers["fc"].equal_keys
+    if published is None:
         assert not (path / EQUAL).exists()
         return None
-    assert own.first.name == EQUAL
+    assert published.first.name == EQUAL
     first = np.load(path / EQUAL)
     assert first.dtype == np.int32
-    assert own.distinct == np.count_nonzero(first == np.arange(len(first)))
+    assert published.distinct == np.count_nonzero(first == np.arange(len(first)))
     return first
 
 
@@ -110,10 +110,10 @@ def test_any_shards_of_any_keys(shards: list[list[int]]) -> None:
         for shard in shards:
             if writer.pays:
                 writer.add(digests(base[shard]))
-        own = writer.result()
-        assert (own is not None) == (len(set(which)) <= len(which) // 2)
-        if own is not None:
-            first = read_first(Path(folder), own, len(which))
+        written = writer.result()
+        assert (written is not None) == (len(set(which)) <= len(which) // 2)
+        if written is not None:
+            first = read_first(Path(folder), written, len(which))
             np.testing.assert_array_equal(first, reference(base[which]))
 
 
@@ -144,18 +144,18 @@ def test_a_whole_file_with_wrong_content_is_refused(
     array = np.array(first)
     if array.dtype == np.int64 and isinstance(first, list):
         array = array.astype(np.int32)
-    own = _published(tmp_path, array, distinct)
+    written = _published(tmp_path, array, distinct)
     if not what:
-        np.testing.assert_array_equal(read_first(tmp_path, own, 4), array)
+        np.testing.assert_array_equal(read_first(tmp_path, written, 4), array)
         return
     with pytest.raises(DamagedError, match=rf"equal\.npy: .*{what}"):
-        read_first(tmp_path, own, 4)
+        read_first(tmp_path, written, 4)
 
 
 def test_bytes_beyond_the_rows_are_refused(tmp_path: Path) -> None:
-    own = _published(tmp_path, np.array([0, 1, 1], np.int32), 2)
+    written = _published(tmp_path, np.array([0, 1, 1], np.int32), 2)
     data = (tmp_path / "equal.npy").read_bytes() + b"\0\0\0\0"
     (tmp_path / "equal.npy").write_bytes(data)
-    longer = replace(own.first, bytes=len(data), xxh3=digest(data))
+    longer = replace(written.first, bytes=len(data), xxh3=digest(data))
     with pytest.raises(DamagedError, match="header"):
-        read_first(tmp_path, replace(own, first=longer), 3)
+        read_first(tmp_path, replace(written, first=longer), 3)

@@ -51,14 +51,14 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ask(index: Path) -> list[np.ndarray]:
-    with Index.open(index, device="cpu") as own:
-        (name,) = own.layers
+    with Index.open(index, device="cpu") as opened:
+        (name,) = opened.layers
         return [
-            own.top_k(name, QUERY, 5).scores,
-            own.sums(name, QUERY, "label").values,
-            own.dual_output(name, QUERY).values,
-            own.dual_output(name, QUERY, at_step=3).values,
-            np.concatenate([chunk.weights for chunk in own.stream_weights(name, QUERY)], axis=1),
+            opened.top_k(name, QUERY, 5).scores,
+            opened.sums(name, QUERY, "label").values,
+            opened.dual_output(name, QUERY).values,
+            opened.dual_output(name, QUERY, at_step=3).values,
+            np.concatenate([chunk.weights for chunk in opened.stream_weights(name, QUERY)], axis=1),
         ]
 
 
@@ -68,8 +68,8 @@ def outcome(path: Path, index: Path, expected: list[np.ndarray] | None, what: st
     try:
         build_index(path, index)
         found = ask(index)
-        for own, other in zip(found, expected or found, strict=True):
-            np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-6)
+        for each, other in zip(found, expected or found, strict=True):
+            np.testing.assert_allclose(each, other, rtol=1e-5, atol=1e-6)
         return "answered"
     except (StoreError, ValueError) as error:
         named = str(path) in str(error) and type(error) is not AssertionError
@@ -103,7 +103,7 @@ def test_every_field(path: Path, tmp_path: Path) -> None:
 
 def test_what_is_no_file(path: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(path, tmp_path / "copy"))
-    for file in [own for own in copy.rglob("*") if own.is_file()]:
+    for file in [each for each in copy.rglob("*") if each.is_file()]:
         content = file.read_bytes()
         for what, put in hostile.odd_files(file, tmp_path / "outside"):
             file.unlink()
@@ -118,7 +118,7 @@ def test_what_is_no_file(path: Path, tmp_path: Path) -> None:
 
 def test_nonsense_in_every_file(path: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(path, tmp_path / "copy"))
-    for file in [own for own in copy.rglob("*") if own.is_file()]:
+    for file in [each for each in copy.rglob("*") if each.is_file()]:
         content = file.read_bytes()
         for wrong in (b"", b"\0" * len(content), content[:-1], content + b"\0"):
             file.write_bytes(wrong)

@@ -54,8 +54,8 @@ def test_groups_are_in_the_order_of_answers(
     recording, keys, values = recorded(tmp_path, group=column)
     index, said = tmp_path / "index", list[str]()
     build_index(recording, index, parts=["group"], announce=said.append, shard_rows=shard_rows)
-    own = IndexManifest.load(index).layers["fc"]
-    (stored,) = own.parts
+    published = IndexManifest.load(index).layers["fc"]
+    (stored,) = published.parts
     assert (stored.column, stored.groups) == ("group", len(order))
     weights = load_file(index / stored.file.name)["fc.weight"]
     assert weights.shape == (len(order), D_OUT, D_IN)
@@ -63,13 +63,13 @@ def test_groups_are_in_the_order_of_answers(
         which = np.array([v != v if value == "nan" else v == value for v in column])
         expected = 0.1 * values[which].T.astype(np.float64) @ keys[which].astype(np.float64)
         np.testing.assert_allclose(weight, expected, atol=1e-6)
-    assert own.rebuilt is not None
-    rebuilt = load_file(index / own.rebuilt.name)["fc.weight"]
+    assert published.rebuilt is not None
+    rebuilt = load_file(index / published.rebuilt.name)["fc.weight"]
     np.testing.assert_allclose(weights.sum(0), rebuilt, atol=1e-6)
     size = weights.nbytes / 1e6
     assert said == [f"parts of group ({len(order)} groups): {size:.1f} MB"]
     build_index(recording, tmp_path / "bare", shard_rows=shard_rows)
-    bare = load_file(tmp_path / "bare" / own.rebuilt.name)["fc.weight"]
+    bare = load_file(tmp_path / "bare" / published.rebuilt.name)["fc.weight"]
     np.testing.assert_array_equal(rebuilt, bare)
 
 

@@ -36,7 +36,7 @@ def test_rounded_keys_are_torchs_and_said_to_be_rounded(
     keys = {}
     with Recording.open(source) as recorded:
         for layer in ("0", "2", "4"):
-            rows = np.concatenate([recorded.stored_keys(own) for own in recorded.passes(layer)])
+            rows = np.concatenate([recorded.stored_keys(each) for each in recorded.passes(layer)])
             keys[layer] = torch.from_numpy(rows).to(getattr(torch, name)).double().numpy()
     sizes = {}
     for index in ("wide", "narrow"):

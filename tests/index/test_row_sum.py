@@ -58,16 +58,16 @@ def test_it_is_the_sum_of_the_rows(tmp_path: Path, rows_per_step: int, shard_row
 
 def test_bias_and_weight_have_their_own_coefficients() -> None:
     spec = LayerSpec("fc", "linear", 3, 2, "w", "b", "float32")
-    own = RowSum(
+    row_sum = RowSum(
         spec,
         Coefficients(1.0, 0.0, np.array([0.5, 2.0])),
         Coefficients(1.0, 0.0, np.array([3.0, -1.0])),
     )
     keys = np.arange(12, dtype=np.float32).reshape(4, 3)
     values = np.array([[1, 2], [3, 4], [5, 6], [7, 8]], np.float32)
-    own.add(0, keys[:3], values[:3])
-    own.add(1, keys[3:], values[3:])
-    found = own.result()
+    row_sum.add(0, keys[:3], values[:3])
+    row_sum.add(1, keys[3:], values[3:])
+    found = row_sum.result()
     assert found is not None
     factors = np.array([0.5, 0.5, 0.5, 2.0])
     np.testing.assert_allclose(found["w"], (values * factors[:, None]).T @ keys, rtol=1e-6)

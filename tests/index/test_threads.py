@@ -17,7 +17,7 @@ from threadpoolctl import threadpool_info, threadpool_limits
 from dualform.index import build_index
 
 def threads():
-    return {own["num_threads"] for own in threadpool_info() if own["user_api"] == "blas"}
+    return {each["num_threads"] for each in threadpool_info() if each["user_api"] == "blas"}
 
 seen = set()
 def progress(done, total):

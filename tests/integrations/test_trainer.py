@@ -103,7 +103,7 @@ def test_adamw_through_trainer(tmp_path: Path, kind: str, bf16: bool) -> None:
         trainer.train()
     build_index(tmp_path / "recording", tmp_path / "index")
     report = verify_index(tmp_path / "index")
-    assert report.ok, [(own.layer, own.note) for own in report.layers if not own.ok]
+    assert report.ok, [(each.layer, each.note) for each in report.layers if not each.ok]
     assert report.steps == STEPS
     tokens = Sequences().tokens[:3]
     modules = dict(model.named_modules())
@@ -112,12 +112,12 @@ def test_adamw_through_trainer(tmp_path: Path, kind: str, bf16: bool) -> None:
         assert layers <= set(index.layers)
         assert len(index.layers) == number
         for name, layer in index.layers.items():
-            own, module = queries[name][:20], modules[name].float()
+            each, module = queries[name][:20], modules[name].float()
             looked_up = isinstance(module, torch.nn.Embedding)
             with torch.no_grad():
-                x = torch.from_numpy(own)
+                x = torch.from_numpy(each)
                 expected = (x @ module.weight if looked_up else module(x)).double().numpy()
-            out = index.dual_output(name, own, max_residual=np.inf)
+            out = index.dual_output(name, each, max_residual=np.inf)
             assert out.residual is not None
             length = np.linalg.norm(expected, axis=1)
             whole = out.values.astype(np.float64) + out.residual

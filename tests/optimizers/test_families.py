@@ -57,12 +57,12 @@ CASES: dict[type[torch.optim.Optimizer], list[dict[str, Any]]] = {
     torch.optim.Rprop: [{}, {"etas": (0.3, 1.5), "step_sizes": (1e-3, 0.02)}],
 }
 MATRIX = [
-    pytest.param(kind, own, id=f"{kind.__name__}-{own}") for kind in CASES for own in CASES[kind]
+    pytest.param(kind, each, id=f"{kind.__name__}-{each}") for kind in CASES for each in CASES[kind]
 ]
 
 
-def maker(kind: type[torch.optim.Optimizer], own: dict[str, Any]) -> Make:
-    return lambda groups: kind(groups, lr=0.03, **own)  # type: ignore[call-arg]
+def maker(kind: type[torch.optim.Optimizer], settings: dict[str, Any]) -> Make:
+    return lambda groups: kind(groups, lr=0.03, **settings)  # type: ignore[call-arg]
 
 
 def change(group: dict[str, Any], random: np.random.Generator) -> None:
@@ -77,7 +77,7 @@ def change(group: dict[str, Any], random: np.random.Generator) -> None:
 
 
 def test_every_family_of_torch_is_here() -> None:
-    here = {own for own in FAMILIES.values() if any(c.startswith("torch.") for c in own.classes)}
+    here = {each for each in FAMILIES.values() if any(c.startswith("torch.") for c in each.classes)}
     assert {
         family_of(make([{"params": [torch.zeros(1)]}])).family
         for make in (maker(kind, {}) for kind in CASES)
@@ -85,12 +85,12 @@ def test_every_family_of_torch_is_here() -> None:
 
 
 @pytest.mark.parametrize("foreach", [False, True], ids=["loop", "foreach"])
-@pytest.mark.parametrize(("kind", "own"), MATRIX)
+@pytest.mark.parametrize(("kind", "settings"), MATRIX)
 def test_parts_add_up(
-    kind: type[torch.optim.Optimizer], own: dict[str, Any], foreach: bool
+    kind: type[torch.optim.Optimizer], settings: dict[str, Any], foreach: bool
 ) -> None:
     for seed, before in ((0, 0), (1, 0), (2, 7)):
-        make = maker(kind, {**own, "foreach": foreach})
+        make = maker(kind, {**settings, "foreach": foreach})
         view, runs = train(make, seed, before=before, change=change)
         assert view.why_not is None
         assert_parts_add_up(view, runs)
@@ -168,10 +168,10 @@ TENSORS = [torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.
 @pytest.mark.parametrize("kind", TENSORS, ids=lambda kind: kind.__name__)
 def test_settings_as_tensors(kind: type[torch.optim.Optimizer]) -> None:
     lr = torch.tensor(0.03, dtype=torch.float64)
-    own: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if kind in TENSORS[:2]:  # the others refuse betas as tensors
-        own["betas"] = tuple(torch.tensor(b, dtype=torch.float64) for b in (0.9, 0.95))
-    view, runs = train(lambda groups: kind(groups, lr=lr, foreach=False, **own), 4)  # type: ignore[call-arg]
+        options["betas"] = tuple(torch.tensor(b, dtype=torch.float64) for b in (0.9, 0.95))
+    view, runs = train(lambda groups: kind(groups, lr=lr, foreach=False, **options), 4)  # type: ignore[call-arg]
     for run in runs.values():
         assert_close(follow(view, run).whole.weight, run.final, run.final.norm())
         assert {type(value) for step in run.steps for value in step.row.settings} <= {
@@ -191,9 +191,11 @@ def test_fused(kind: type[torch.optim.Optimizer]) -> None:
 @pytest.mark.parametrize("kind", [torch.optim.Adagrad, torch.optim.Rprop])
 def test_a_parameter_that_joins_later(kind: type[torch.optim.Optimizer]) -> None:
     """Its buffers are created by its first step, and do not start from zero."""
-    own: dict[str, Any] = {"initial_accumulator_value": 0.7} if kind is torch.optim.Adagrad else {}
+    options: dict[str, Any] = (
+        {"initial_accumulator_value": 0.7} if kind is torch.optim.Adagrad else {}
+    )
     late = torch.ones(3, dtype=torch.float64, requires_grad=True)
-    optimizer = kind([torch.zeros(1, requires_grad=True)], lr=0.03, **own)  # type: ignore[call-arg]
+    optimizer = kind([torch.zeros(1, requires_grad=True)], lr=0.03, **options)  # type: ignore[call-arg]
     optimizer.add_param_group({"params": [late]})
     view = OptimizerView(optimizer)
     trajectory = Trajectory(view.family, {"weight": late}, follow=False)
@@ -227,9 +229,9 @@ def test_adamw_without_an_example_is_the_loop_without_its_gradient() -> None:
     others = [trajectory.empty() for _ in range(examples - 1)]
     for t in range(1, steps + 1):
         settings = AdamSettings(lr, beta1, beta2, eps, decay, False, False, True, t)
-        own = torch.from_numpy(gradients[t - 1])
-        parts = [(initial, None), (removed, own[0]), *zip(others, own[1:], strict=True)]
-        trajectory.step(settings, False, own.sum(0), parts)
+        of_step = torch.from_numpy(gradients[t - 1])
+        parts = [(initial, None), (removed, of_step[0]), *zip(others, of_step[1:], strict=True)]
+        trajectory.step(settings, False, of_step.sum(0), parts)
     kept = initial.weight + total([part.weight for part in others])
     np.testing.assert_allclose(kept.numpy(), w, rtol=1e-12, atol=1e-13)
     assert np.abs(removed.weight.numpy()).max() > 0.01  # removing it changes something
@@ -243,7 +245,7 @@ LACKING = [(kind, "step") for kind in CASES if kind is not torch.optim.SGD] + [
 ]
 
 
-@pytest.mark.parametrize(("kind", "key"), LACKING, ids=lambda own: getattr(own, "__name__", own))
+@pytest.mark.parametrize(("kind", "key"), LACKING, ids=lambda each: getattr(each, "__name__", each))
 def test_a_state_without_what_the_family_needs(kind: type[torch.optim.Optimizer], key: str) -> None:
     """Such as one that another optimizer saved: said when the optimizer is looked at."""
     weight = torch.ones(2, 3, requires_grad=True)

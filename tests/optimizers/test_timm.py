@@ -37,16 +37,16 @@ CASES: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
 
 @pytest.mark.parametrize("foreach", [False, True], ids=["loop", "foreach"])
 @pytest.mark.parametrize(
-    ("kind", "own"), CASES, ids=lambda given: getattr(given, "__name__", given)
+    ("kind", "settings"), CASES, ids=lambda given: getattr(given, "__name__", given)
 )
 def test_parts_add_up(
-    kind: type[torch.optim.Optimizer], own: dict[str, Any], foreach: bool
+    kind: type[torch.optim.Optimizer], settings: dict[str, Any], foreach: bool
 ) -> None:
     if "foreach" not in inspect.signature(kind).parameters:
         pytest.skip("this timm has one kernel")
     for seed, before in ((0, 0), (1, 0), (2, 7)):
         view, runs = train(
-            lambda groups: kind(groups, lr=0.03, foreach=foreach, **own),  # type: ignore[call-arg]
+            lambda groups: kind(groups, lr=0.03, foreach=foreach, **settings),  # type: ignore[call-arg]
             seed,
             before=before,
             change=change,
@@ -56,7 +56,7 @@ def test_parts_add_up(
 
 
 @pytest.mark.parametrize(
-    ("kind", "own", "why"),
+    ("kind", "settings", "why"),
     [
         (Lamb, {}, "max_grad_norm=None"),
         (Lamb, {**OWN, "caution": True}, "caution=True"),
@@ -66,9 +66,9 @@ def test_parts_add_up(
     ],
 )
 def test_what_is_not_followed_is_said(
-    kind: type[torch.optim.Optimizer], own: dict[str, Any], why: str
+    kind: type[torch.optim.Optimizer], settings: dict[str, Any], why: str
 ) -> None:
-    found = family_of(kind([torch.zeros(2, 2, requires_grad=True)], lr=0.01, **own))  # type: ignore[call-arg]
+    found = family_of(kind([torch.zeros(2, 2, requires_grad=True)], lr=0.01, **settings))  # type: ignore[call-arg]
     assert found.family.name == "unknown"
     assert found.why_not is not None
     assert why in found.why_not

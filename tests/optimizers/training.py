@@ -164,12 +164,12 @@ def _gradients(
     found: dict[str, list[torch.Tensor] | None] = {}
     for name, parameter in parameters.items():
         kind = random.choice(["given"] * 6 + ["none", "zero"]) if skip else "given"
-        own = torch.from_numpy(random.standard_normal((PARTS, *parameter.shape))) * scale
-        own[:, DEAD] = 0
+        gradients = torch.from_numpy(random.standard_normal((PARTS, *parameter.shape))) * scale
+        gradients[:, DEAD] = 0
         if kind == "zero":
-            own.zero_()
-        found[name] = None if kind == "none" else list(own)
-        parameter.grad = None if kind == "none" else total(list(own))
+            gradients.zero_()
+        found[name] = None if kind == "none" else list(gradients)
+        parameter.grad = None if kind == "none" else total(list(gradients))
     return found
 
 

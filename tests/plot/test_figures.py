@@ -164,17 +164,17 @@ def test_contributions_at_a_step_and_of_some_units(client: Client, pictures: Pic
 def test_matches_shows_the_images_seen_most_alike(
     client: Client, pictures: Pictures, source: str
 ) -> None:
-    own = pictures.pixels[1701]
+    pixels = pictures.pixels[1701]
     figure = plot.matches(
         client,
         pictures.one(1, "0", "2"),
-        image=png(own),
+        image=png(pixels),
         images=None if source == "payloads" else lambda ids: [pictures.pixels[i] for i in ids],
         k=4,
         where=f"example not in ({WITHOUT_PAYLOAD}, {TEXT_PAYLOAD})",
     )
     grid = np.array(figure.axes).reshape(2, 5)
-    np.testing.assert_array_equal(grid[0, 0].images[0].get_array(), own)
+    np.testing.assert_array_equal(grid[0, 0].images[0].get_array(), pixels)
     assert not grid[1, 0].images
     weights = np.abs(pictures.weights(1))
     weights[np.isin(pictures.example, (WITHOUT_PAYLOAD, TEXT_PAYLOAD))] = 0

@@ -27,7 +27,7 @@ def test_no_function_has_too_many_branches(folder: str) -> None:
     files = [p for p in sorted((ROOT / folder).rglob("*.py")) if "_pb2" not in p.name]
     assert files
     texts = {p.relative_to(ROOT).as_posix(): p.read_text() for p in files}
-    assert not [f"{name}:{own}" for name, text in texts.items() for own in too_complex(text)]
+    assert not [f"{name}:{each}" for name, text in texts.items() for each in too_complex(text)]
 
 
 def test_the_limit_is_seen() -> None:

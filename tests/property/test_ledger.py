@@ -56,7 +56,7 @@ def runs(draw: st.DrawFn) -> Run:
     count = draw(st.integers(1, 30))
     steps: dict[str, list[Step]] = {}
     for name in NAMES:
-        current, own = draw(scenarios.settings(LR)), []
+        current, taken = draw(scenarios.settings(LR)), []
         schedule = draw(st.sampled_from([1.0, 0.9, 1.05]))
         for _ in range(count):
             change = draw(st.sampled_from(["nothing"] * 6 + ["all", "momentum off", "momentum on"]))
@@ -69,8 +69,8 @@ def runs(draw: st.DrawFn) -> Run:
             current = replace(current, lr=current.lr * schedule)
             gradient = draw(st.sampled_from(["given"] * 5 + ["none", "zero"]))
             scale = draw(st.sampled_from([1.0, 1.0, 0.01, 0.37, -2.0]))
-            own.append(Step(current, gradient, scale))
-        steps[name] = own
+            taken.append(Step(current, gradient, scale))
+        steps[name] = taken
     loaded = {name: draw(st.booleans()) for name in NAMES}
     return Run(draw(st.integers(0, 2**32 - 1)), steps, loaded)
 

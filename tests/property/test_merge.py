@@ -69,16 +69,16 @@ class Memory:
         whole = self.table(np.arange(len(self.keys)))
         norms = np.linalg.norm(np.where(self.finite[:, None], self.keys, 0).astype(float), axis=1)
         tiles = []
-        for own in np.split(rows, cuts):
-            own = np.sort(own)
-            finite = self.finite[own]
+        for some in np.split(rows, cuts):
+            some = np.sort(some)
+            finite = self.finite[some]
             tiles.append(
                 Tile(
-                    self.table(own) if live else whole,
-                    np.arange(len(own)) if live else own,
-                    torch.from_numpy(self.keys[own]),
-                    torch.from_numpy(self.values[own]),
-                    float(norms[own].max(initial=0)) * (1 + 1e-9),
+                    self.table(some) if live else whole,
+                    np.arange(len(some)) if live else some,
+                    torch.from_numpy(self.keys[some]),
+                    torch.from_numpy(self.values[some]),
+                    float(norms[some].max(initial=0)) * (1 + 1e-9),
                     None if finite.all() else finite,
                 )
             )
@@ -247,13 +247,13 @@ def test_sums_counts_and_key_sums(memory: Memory, data: st.DataObject) -> None:
     weights = memory.queries.astype(np.float64) @ memory.keys.T.astype(np.float64)
     terms = np.abs(memory.queries).astype(np.float64) @ np.abs(memory.keys).T
     for g, value in enumerate(values):
-        own = np.array([cell == value for cell in cells[0]])
-        total = (np.abs(weights) if absolute else weights)[:, own].sum(axis=1)
-        assert np.all(np.abs(sums[:, g] - total) <= 1e-6 * terms[:, own].sum(axis=1))  # type: ignore
-        assert counts[g] == own.sum()  # type: ignore[index]
+        members = np.array([cell == value for cell in cells[0]])
+        total = (np.abs(weights) if absolute else weights)[:, members].sum(axis=1)
+        assert np.all(np.abs(sums[:, g] - total) <= 1e-6 * terms[:, members].sum(axis=1))  # type: ignore
+        assert counts[g] == members.sum()  # type: ignore[index]
         signed = memory.queries.astype(np.float64) @ key_sums[g]  # type: ignore[index]
-        difference = np.abs(signed - weights[:, own].sum(axis=1))
-        assert np.all(difference <= 1e-12 * terms[:, own].sum(axis=1))
+        difference = np.abs(signed - weights[:, members].sum(axis=1))
+        assert np.all(difference <= 1e-12 * terms[:, members].sum(axis=1))
     assert len(values) == sums.shape[1] == len(counts) == len(key_sums)  # type: ignore
 
 
@@ -276,9 +276,12 @@ def test_outputs(memory: Memory, data: st.DataObject) -> None:
     assert isinstance(found, np.ndarray)
     noise = memory.columns["noise"]
     for g, value in enumerate([None] if kind == "whole" else names(noise)):
-        own = np.array([kind == "whole" or cell == value for cell in noise])
-        keys, values = memory.keys[own].astype(np.float64), memory.values[own].astype(np.float64)
-        wide, steps = memory.queries.astype(np.float64), memory.steps[own]
+        members = np.array([kind == "whole" or cell == value for cell in noise])
+        keys, values = (
+            memory.keys[members].astype(np.float64),
+            memory.values[members].astype(np.float64),
+        )
+        wide, steps = memory.queries.astype(np.float64), memory.steps[members]
         added = of_bias[steps] if bias else np.zeros(len(steps))
         total = (c[steps] * (wide @ keys.T) + added) @ values
         size = np.abs(c[steps]) * (np.abs(wide) @ np.abs(keys.T)) + np.abs(added)
@@ -308,9 +311,12 @@ def test_sums_of_contributions(memory: Memory, data: st.DataObject) -> None:
     g = direction.astype(np.float64) if along else np.eye(3)[[1] * len(memory.queries)]
     example = memory.columns["example"]
     for number, value in enumerate(names(example)):
-        own = np.array([cell == value for cell in example])
-        keys, values = memory.keys[own].astype(np.float64), memory.values[own].astype(np.float64)
-        wide, steps = memory.queries.astype(np.float64), memory.steps[own]
+        members = np.array([cell == value for cell in example])
+        keys, values = (
+            memory.keys[members].astype(np.float64),
+            memory.values[members].astype(np.float64),
+        )
+        wide, steps = memory.queries.astype(np.float64), memory.steps[members]
         added = of_bias[steps] if bias else np.zeros(len(steps))
         total = ((c[steps] * (wide @ keys.T) + added) * (g @ values.T)).sum(axis=1)
         size = np.abs(c[steps]) * (np.abs(wide) @ np.abs(keys.T)) + np.abs(added)
@@ -334,18 +340,18 @@ def test_sums_over_distinct_keys(memory: Memory, data: st.DataObject) -> None:
         pairs = Pairs.count(standing, np.ones(len(rows), bool), by)
         found.append(DistinctSum(len(queries), by, pairs, absolute))
         if len(rows):
-            own = np.unique(first)
-            tile = Tile(table, own, torch.from_numpy(keys[own]), None, 1e3)
+            first_of_keys = np.unique(first)
+            tile = Tile(table, first_of_keys, torch.from_numpy(keys[first_of_keys]), None, 1e3)
             Fold(queries, [found[-1]]).take(tile)
     found[0].merge(found[1])
     weights = memory.queries.astype(np.float64) @ memory.keys.T.astype(np.float64)
     terms = np.abs(memory.queries).astype(np.float64) @ np.abs(memory.keys).T
     labels = memory.columns["label"]
     for g, value in enumerate(names(labels)):
-        own = np.array([label == value for label in labels])
-        total = (np.abs(weights) if absolute else weights)[:, own].sum(axis=1)
+        first_of_keys = np.array([label == value for label in labels])
+        total = (np.abs(weights) if absolute else weights)[:, first_of_keys].sum(axis=1)
         error = np.abs(found[0].result()[:, g] - total)
-        assert np.all(error <= 1e-6 * terms[:, own].sum(axis=1))
+        assert np.all(error <= 1e-6 * terms[:, first_of_keys].sum(axis=1))
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -78,9 +78,9 @@ def test_strategies_agree_with_float64(data: st.DataObject) -> None:
                     continue
                 event(f"{strategy}: {sums.plan.strategy}")
                 for number, group in enumerate(groups):
-                    own = group & selected
-                    error = np.abs(sums.values[:, number] - weights[:, own].sum(1))
-                    assert (error <= 1e-6 * terms[:, own].sum(1)).all(), strategy
-                    assert sums.counts[number] == own.sum()
+                    members = group & selected
+                    error = np.abs(sums.values[:, number] - weights[:, members].sum(1))
+                    assert (error <= 1e-6 * terms[:, members].sum(1)).all(), strategy
+                    assert sums.counts[number] == members.sum()
             assert refused <= {"distinct_keys", "key_sums"}
             assert ("distinct_keys" in refused) == (len(np.unique(keys, axis=0)) > rows // 2)

@@ -166,11 +166,15 @@ def _check_output(run: Run, index: Index, name: str, queries: np.ndarray, at_ste
     weight, bias = _kept(run, name, at_step)
     layer = queries.astype(np.float64) @ weight.T + bias
     size = np.linalg.norm(weight) * np.linalg.norm(queries, axis=1) + np.linalg.norm(bias)
-    own = np.linalg.norm(layer, axis=1)
-    counted = own >= size / 8
+    expected = np.linalg.norm(layer, axis=1)
+    counted = expected >= size / 8
     out = index.dual_output(name, queries, at_step=at_step)
     error = np.linalg.norm(out.values - layer, axis=1)
-    assert (error <= TOLERANCE * own)[counted].all(), (name, at_step, (error / own)[counted])
+    assert (error <= TOLERANCE * expected)[counted].all(), (
+        name,
+        at_step,
+        (error / expected)[counted],
+    )
     assert out.coverage.total == index.layers[name].rows
 
 
@@ -186,7 +190,7 @@ def _check_weights(run: Run, index: Index, name: str, d_in: int, at_step: int) -
             continue
         path = np.stack([state.astype(np.float64) for state in history if state is not None])
         moved = float(np.linalg.norm(path[-1] - path[0]))
-        way = float(sum(np.linalg.norm(own) for own in np.diff(path, axis=0)))
+        way = float(sum(np.linalg.norm(each) for each in np.diff(path, axis=0)))
         largest = max(float(np.linalg.norm(state)) for state in path)
         if not way or moved < way / 8 or moved < largest / 16:
             event("weights: ill-conditioned")
@@ -238,10 +242,10 @@ def _check_parts(
     random = np.random.default_rng(at_step)
     for number in random.permutation(len(parts.groups))[:GROUPS]:
         group = parts.groups[int(number)].as_py()
-        own = selected & (memory.columns[group_by] == group)
-        weight, bias = _sgd(run, name, memory, own, at_step)
+        members = selected & (memory.columns[group_by] == group)
+        weight, bias = _sgd(run, name, memory, members, at_step)
         expected = queries.astype(np.float64) @ weight.T + bias - initial
-        size = _terms(index, name, memory, queries, own, at_step)
+        size = _terms(index, name, memory, queries, members, at_step)
         error = np.linalg.norm(parts.values[:, number] - expected, axis=1)
         assert (error <= OF_TERMS * size).all(), (name, group_by, group)
     _check_total(whole, parts)
@@ -330,24 +334,26 @@ def _sgd(
 
     From what the loop had after `start` steps.
     """
-    weight, bias = (torch.from_numpy(own.copy()) for own in _kept(run, name, start))
+    weight, bias = (torch.from_numpy(each.copy()) for each in _kept(run, name, start))
     has_bias = f"{name}.bias" in run.states[0]
     named = {f"{name}.weight": weight} | ({f"{name}.bias": bias} if has_bias else {})
-    optimizer = torch.optim.SGD([{"params": [own]} for own in named.values()], lr=0.1)
-    for full, own in named.items():
+    optimizer = torch.optim.SGD([{"params": [each]} for each in named.values()], lr=0.1)
+    for full, each in named.items():
         buffer = run.buffers[start].get(full)
         if buffer is not None:
-            optimizer.state[own]["momentum_buffer"] = torch.from_numpy(buffer).double()
+            optimizer.state[each]["momentum_buffer"] = torch.from_numpy(buffer).double()
     for t in range(start, at_step):
         rows = selected & (memory.columns["step"] == t)
         e, x = memory.values[rows], memory.keys[rows]
         sums = {"weight": -(e.T @ x), "bias": -e.sum(0)}
-        for group, own in zip(optimizer.param_groups, run.scenario.steps[t].settings, strict=False):
-            group.update(vars(own))
-        for full, own in named.items():
+        for group, each in zip(
+            optimizer.param_groups, run.scenario.steps[t].settings, strict=False
+        ):
+            group.update(vars(each))
+        for full, each in named.items():
             took_part = full in run.took_part[t]
             gradient = torch.from_numpy(sums[full.rpartition(".")[2]]) * run.factors[t]
-            own.grad = gradient if took_part else None
+            each.grad = gradient if took_part else None
         optimizer.step()
     return weight.numpy(), bias.numpy()
 
@@ -361,12 +367,12 @@ def _terms(
     at_step: int,
 ) -> np.ndarray:
     """Sum over the selected rows of (|c| |x||q| + |c'|) |e|, float64 [n]: what rounds."""
-    own = index.ledger_coefficients(name, at_step)
+    coefficients = index.ledger_coefficients(name, at_step)
     steps = memory.columns["step"][selected]
     keys = np.linalg.norm(memory.keys[selected], axis=1)
     values = np.linalg.norm(memory.values[selected], axis=1)
-    of_weight = np.abs(own.weight.c[steps]) * keys * values
+    of_weight = np.abs(coefficients.weight.c[steps]) * keys * values
     size = np.linalg.norm(queries, axis=1) * of_weight.sum()
-    if own.bias is not None:
-        size = size + (np.abs(own.bias.c[steps]) * values).sum()
+    if coefficients.bias is not None:
+        size = size + (np.abs(coefficients.bias.c[steps]) * values).sum()
     return np.asarray(size)

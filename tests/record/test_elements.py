@@ -58,7 +58,7 @@ LAYERS = ("first", "query", "key", "dead", "last")
 def train(
     path: Path,
     optimizer_of: Callable[[Any], torch.optim.Optimizer],
-    meddle: Callable[[int, Model, torch.optim.Optimizer], None] = lambda step, model, own: None,
+    meddle: Callable[[int, Model, torch.optim.Optimizer], None] = lambda step, model, given: None,
     scaler: torch.amp.GradScaler | None = None,
     apart: bool = False,
     clip: float = 1.0,

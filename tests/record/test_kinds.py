@@ -207,16 +207,16 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 def train(case: Case, optimizer: str, path: Path | None) -> nn.Module:
     torch.manual_seed(0)
     model = case.model()
-    own = OPTIMIZERS[optimizer](model)
+    made = OPTIMIZERS[optimizer](model)
     stream = torch.Generator().manual_seed(1)
-    recorder = None if path is None else Recorder(model, own, path)
+    recorder = None if path is None else Recorder(model, made, path)
     for step in range(STEPS):
         x = case.input(4, stream)
         if recorder is not None:
             recorder.annotate(part=torch.arange(4) + step)
-        own.zero_grad()
+        made.zero_grad()
         (model(x) - x.float().mean()).square().mean().backward()
-        own.step()
+        made.step()
     if recorder is not None:
         recorder.close()
     return model

@@ -70,20 +70,20 @@ def fresh(bias: bool = True) -> LanguageModel:
 def test_equals_nn_lstm(bias: bool) -> None:
     torch.manual_seed(0)
     fused = nn.LSTM(5, 7, bias=bias, batch_first=True)
-    own = LSTM.from_torch(fused)
+    module = LSTM.from_torch(fused)
     x = torch.randn(3, 20, 5)
     state = torch.randn(1, 3, 7), torch.randn(1, 3, 7)
     expected, (h, c) = fused(x, state)
-    output, (own_h, own_c) = own(x, (state[0][0], state[1][0]))
+    output, (own_h, own_c) = module(x, (state[0][0], state[1][0]))
     for ours, theirs in ((output, expected), (own_h, h[0]), (own_c, c[0])):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
     output.square().sum().backward()
     expected.square().sum().backward()
-    for ours, theirs in ((own.ih, "ih_l0"), (own.hh, "hh_l0")):
+    for ours, theirs in ((module.ih, "ih_l0"), (module.hh, "hh_l0")):
         for name, parameter in ours.named_parameters():
             grad = getattr(fused, f"{name}_{theirs}").grad
             torch.testing.assert_close(parameter.grad, grad, rtol=1e-5, atol=1e-5)
-    back = own.to_torch()
+    back = module.to_torch()
     for name, tensor in fused.state_dict().items():
         assert torch.equal(tensor, back.state_dict()[name]), name
 

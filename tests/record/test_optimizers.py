@@ -123,7 +123,7 @@ def kept(model: nn.Module) -> dict[str, np.ndarray]:
 def assert_exact(trained: Trained) -> None:
     report = verify_index(trained.path)
     assert report.ok
-    assert all(own.exact_steps == STEPS for own in report.layers)
+    assert all(each.exact_steps == STEPS for each in report.layers)
     with trained.index as index:
         for name in LAYERS:
             assert index.layers[name].inexact == []
@@ -135,9 +135,9 @@ def assert_outputs(trained: Trained, index: Index, name: str, up_to: int) -> Non
     queries = np.random.default_rng(0).standard_normal((20, index.layers[name].d_in))
     queries = queries.astype(np.float32)
     for step in {0, up_to // 2, up_to}:
-        own = trained.layer(name, step, queries)
+        expected = trained.layer(name, step, queries)
         dual = index.dual_output(name, queries, at_step=step).values
-        error = np.linalg.norm(dual - own, axis=1) / np.linalg.norm(own, axis=1)
+        error = np.linalg.norm(dual - expected, axis=1) / np.linalg.norm(expected, axis=1)
         assert error.max() <= 1e-5, (name, step)
 
 
@@ -145,13 +145,13 @@ def assert_remainder(trained: Trained, index: Index, name: str, why: str) -> Non
     """The trained layer's output is initial part, rows and remainder; a large one is refused."""
     queries = np.random.default_rng(0).standard_normal((9, index.layers[name].d_in))
     queries = queries.astype(np.float32)
-    own = trained.layer(name, STEPS, queries)
-    length = np.linalg.norm(own, axis=1)
+    expected = trained.layer(name, STEPS, queries)
+    length = np.linalg.norm(expected, axis=1)
     for group_by in (None, "label"):
         out = index.dual_output(name, queries, group_by=group_by, max_residual=np.inf)
         assert out.residual is not None
         rows = out.values if group_by is None else out.initial + out.values.sum(1)
-        assert (np.linalg.norm(rows + out.residual - own, axis=1) <= 2e-6 * length).all()
+        assert (np.linalg.norm(rows + out.residual - expected, axis=1) <= 2e-6 * length).all()
     share = float((np.linalg.norm(out.residual, axis=1) / length).max())
     assert index.dual_output(name, queries, max_residual=share * 1.01).residual is not None
     with pytest.raises(FailedPreconditionError, match=re.escape(why)) as refused:
@@ -189,8 +189,8 @@ def assert_marked(
                 assert refused.value.reason == "INEXACT"
             assert_remainder(trained, index, name, why)
             assert_outputs(trained, index, name, first)
-    for own in verify_index(trained.path).layers:
-        assert own.exact_steps == from_step.get(own.layer, STEPS)
+    for each in verify_index(trained.path).layers:
+        assert each.exact_steps == from_step.get(each.layer, STEPS)
     assert_weights(trained)
 
 
@@ -202,9 +202,9 @@ def assert_weights(trained: Trained) -> None:
         assert index.layers["0"].rows == index.layers["2"].rows == STEPS * BATCH
         hits = index.top_k("0", queries, k=STEPS * BATCH)
         assert np.array_equal(hits.rows[:, 0], weights.argmax(1))
-        own = np.take_along_axis(weights, hits.rows, axis=1)
+        expected = np.take_along_axis(weights, hits.rows, axis=1)
         # A float32 is within half an ulp of the exact score; the reference has float64's rounding.
-        np.testing.assert_allclose(hits.scores, own, rtol=2.0**-23, atol=1e-14)
+        np.testing.assert_allclose(hits.scores, expected, rtol=2.0**-23, atol=1e-14)
         assert (np.diff(hits.scores, axis=1) <= 0).all()
         sums = index.sums("0", queries, "label")
         terms = np.abs(queries.astype(np.float64)) @ np.abs(trained.inputs.T.astype(np.float64))
@@ -305,10 +305,10 @@ def test_every_family_is_exact(tmp_path: Path, name: str) -> None:
             queries = queries.astype(np.float32)
             rows = index.layers[layer].rows
             for end in (None, STEPS // 2):
-                own = trained.layer(layer, STEPS if end is None else end, queries)
+                expected = trained.layer(layer, STEPS if end is None else end, queries)
                 parts = index.dual_output(layer, queries, at_step=end, group_by="label")
                 total = parts.initial + parts.values.sum(1, dtype=np.float64)
-                error = np.linalg.norm(total - own, axis=1) / np.linalg.norm(own, axis=1)
+                error = np.linalg.norm(total - expected, axis=1) / np.linalg.norm(expected, axis=1)
                 assert error.max() <= 1e-5
                 hits = index.top_k(
                     layer, queries, rows, rank_by="contribution", unit=1, at_step=end

@@ -55,7 +55,7 @@ def test_rows_ledger_and_states_under_autocast(
     taken = [step for step in range(STEPS) if step != SKIPPED]
     with Recording.open(tmp_path / "r") as recording:
         assert any("autocast" in mark.reason for mark in recording.marks["2"])
-        recorded = {own.step: own for own in recording.passes("2")}
+        recorded = {each.step: each for each in recording.passes("2")}
         rows = [row for row in recording.ledger().parameters["2.weight"] if row.took_part]
         # The fused kernel is asked to step at every step, and does not where it skips.
         assert len(rows) == len(taken)
@@ -65,9 +65,9 @@ def test_rows_ledger_and_states_under_autocast(
                 1e-2, 0.9, 0.999, 1e-8, 1e-2, False, False, True, row.settings.nth
             )
             assert row.scale == pytest.approx(1 / scales[step], rel=1e-3)
-            own = recorded[row.step]
-            assert np.array_equal(reading.keys(recording, "2", own), keys[step])
-            assert np.array_equal(reading.values(recording, "2", own), values[step])
+            each = recorded[row.step]
+            assert np.array_equal(reading.keys(recording, "2", each), keys[step])
+            assert np.array_equal(reading.values(recording, "2", each), values[step])
         final = recording.final()
         assert final is not None
         for name, parameter in model.named_parameters():

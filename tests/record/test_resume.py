@@ -184,8 +184,8 @@ def test_a_kill_while_cutting_leaves_a_recording(
         assert recording.complete == (recording.final() is not None)
         assert not recording.complete or recording.steps == STEPS
         for layer in recording.manifest.layers:
-            for own in recording.passes(layer):
-                reading.keys(recording, layer, own)
+            for each in recording.passes(layer):
+                reading.keys(recording, layer, each)
         if not killed:
             assert recording.steps == 30
             break
@@ -286,7 +286,7 @@ def test_marks_before_the_cut_stay_and_later_ones_go(tmp_path: Path) -> None:
                 resumer.save(tmp_path, 20, model, optimizer)
             resumer.train(model, optimizer, watching, step)
     marks = Recording.open(path).marks
-    assert [mark.from_step for own in marks.values() for mark in own] == [0, 16]
+    assert [mark.from_step for each in marks.values() for mark in each] == [0, 16]
     # The second mark names step 16, when its layer was last looked at: step 20 may be too late.
     model, optimizer = resumer.load(tmp_path, 20)
     with Recorder(model, optimizer, path, resume_at_step=20) as watching:

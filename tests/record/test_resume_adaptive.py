@@ -45,8 +45,8 @@ def made(
 
 
 def kept(model: Model, optimizer: torch.optim.Optimizer) -> Checkpoint:
-    own = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    return copy.deepcopy(own)
+    checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    return copy.deepcopy(checkpoint)
 
 
 def record(path: Path, name: str, seed: int = 0) -> dict[int, Checkpoint]:
@@ -95,6 +95,6 @@ def test_a_unit_that_was_changed_is_seen(tmp_path: Path, name: str, unit: int) -
 
     path = tmp_path / "r"
     right = record(path, name)[20]
-    edited = doubled(copy.deepcopy(right), lambda own: own["model"]["query.weight"])
+    edited = doubled(copy.deepcopy(right), lambda checkpoint: checkpoint["model"]["query.weight"])
     with pytest.raises(ResumeError, match=r"parameter 'query.weight', or its state"):
         Recorder(*made(name, edited), path, layers=LAYERS, resume_at_step=20)

@@ -75,7 +75,7 @@ def test_top_k_row_for_row_and_bit_for_bit(
             np.testing.assert_array_equal(ours.rows, theirs.rows)
             np.testing.assert_array_equal(ours.scores.view(np.int32), theirs.scores.view(np.int32))
             assert ours.groups == (None if theirs.groups is None else theirs.groups.to_pylist())
-            for row, *own in zip(
+            for row, *each in zip(
                 theirs.rows.ravel().tolist(),
                 *(
                     theirs.columns[name].to_pylist()
@@ -85,7 +85,7 @@ def test_top_k_row_for_row_and_bit_for_bit(
             ):
                 if row >= 0:
                     kept = ours.columns[row]
-                    assert [kept[name] for name in ("step", "slot", "label", "example")] == own
+                    assert [kept[name] for name in ("step", "slot", "label", "example")] == each
 
 
 def test_sums_and_outputs_within_their_bounds(

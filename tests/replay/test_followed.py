@@ -37,16 +37,16 @@ def test_outputs_are_the_indexs(adamw_index: Path) -> None:
     with Index.open(adamw_index, device="cpu") as index:
         for answer, (where, by, at) in zip(found, ASKED, strict=True):
             mask = None if where is None else parse_filter(where)
-            own = index.dual_output("2", x, where=mask, group_by=by, at_step=at)
+            expected = index.dual_output("2", x, where=mask, group_by=by, at_step=at)
             if by is None:
-                np.testing.assert_allclose(answer.result(), own.values, rtol=2e-6, atol=2e-6)
+                np.testing.assert_allclose(answer.result(), expected.values, rtol=2e-6, atol=2e-6)
                 continue
             parts = answer.parts()
-            assert own.groups is not None
-            assert parts.groups == own.groups.to_pylist()
-            np.testing.assert_array_equal(parts.counts, own.counts)
-            np.testing.assert_allclose(parts.values, own.values, rtol=2e-6, atol=2e-6)
-            np.testing.assert_allclose(parts.initial, own.initial, rtol=2e-6, atol=2e-6)
+            assert expected.groups is not None
+            assert parts.groups == expected.groups.to_pylist()
+            np.testing.assert_array_equal(parts.counts, expected.counts)
+            np.testing.assert_allclose(parts.values, expected.values, rtol=2e-6, atol=2e-6)
+            np.testing.assert_allclose(parts.initial, expected.initial, rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("make", [None, digits.adamw], ids=["coefficients", "followed"])

@@ -106,8 +106,8 @@ def test_sums_of_filtered_rows(
     training.mlp(replay)
     with Index.open(stored) as index:
         for (where, way), answer in zip(asks, answers, strict=True):
-            ours, own = answer.result(), parsed(where)
-            ask = {"where": own, "strategy": "scan"}
+            ours, given = answer.result(), parsed(where)
+            ask = {"where": given, "strategy": "scan"}
             theirs = index.sums(layer, queries[layer], "label", absolute=way, **ask)  # type: ignore[arg-type]
             size = index.sums(layer, queries[layer], "label", absolute=True, **ask)  # type: ignore[arg-type]
             assert ours.groups == theirs.groups.to_pylist()

@@ -72,8 +72,13 @@ def serving(
     config = ServerConfig(
         indexes, listen="127.0.0.1:0", limits=limits or ServerLimits(), **settings
     )
-    own = config.limits
-    catalog = catalog_type(indexes, limits=Limits(own.max_k, own.max_queries, own.max_message_mib))
+    served_limits = config.limits
+    catalog = catalog_type(
+        indexes,
+        limits=Limits(
+            served_limits.max_k, served_limits.max_queries, served_limits.max_message_mib
+        ),
+    )
     ready, told = threading.Event(), threading.Event()
     address: list[str] = []
     running: list[Any] = []

@@ -110,7 +110,7 @@ def test_reload_says_what_was_opened_kept_refused_and_removed(
         assert opened.startswith(f"opened   index i is now version {after.index_version} from ")
         assert added.startswith("opened   index j is now version ")
         assert ask(client, "j").index_version == before.index_version
-        assert [own.version for own in client.indexes()] == [
+        assert [each.version for each in client.indexes()] == [
             after.index_version,
             before.index_version,
         ]
@@ -213,7 +213,7 @@ def test_sighup_while_python_imports_is_taken_later(running: Running) -> None:
     hangup = 1 << (signal.SIGHUP - 1)
 
     def blocked() -> bool:
-        line = next(own for own in status.read_text().splitlines() if own.startswith("SigBlk"))
+        line = next(each for each in status.read_text().splitlines() if each.startswith("SigBlk"))
         return bool(int(line.split()[1], 16) & hangup)
 
     until(blocked)

@@ -56,10 +56,10 @@ def test_list_and_get(digits_server: Served, digits_index: Path) -> None:
     assert got.limits == listed.limits
     manifest = IndexManifest.load(digits_index)
     assert (got.index.steps, got.index.optimizer) == (manifest.steps, "SGD")
-    for layer, own in zip(got.index.layers, manifest.layers.values(), strict=True):
-        assert (layer.name, layer.d_in, layer.d_out) == (own.name, own.d_in, own.d_out)
-        assert (layer.bias, layer.values) == (own.bias is not None, own.values)
-        assert layer.rows == manifest.spaces[own.space].rows
+    for layer, each in zip(got.index.layers, manifest.layers.values(), strict=True):
+        assert (layer.name, layer.d_in, layer.d_out) == (each.name, each.d_in, each.d_out)
+        assert (layer.bias, layer.values) == (each.bias is not None, each.values)
+        assert layer.rows == manifest.spaces[each.space].rows
         types = {info.name: info.type for info in layer.columns}
         assert types["step"] == types["label"] == pb.COLUMN_TYPE_INT64
         assert types["task"] == pb.COLUMN_TYPE_STRING
@@ -76,7 +76,7 @@ def test_top_k_against_the_files(
     rows = array(answer.rows)
     np.testing.assert_array_equal(rows, order)
     np.testing.assert_array_equal(array(answer.scores), np.take_along_axis(scores, order, axis=1))
-    found = {own.name: column(own) for own in answer.columns}
+    found = {each.name: column(each) for each in answer.columns}
     assert sorted([*found, "row"]) == sorted(metadata.column_names)
     for name, values in found.items():
         assert values == metadata[name].take(pa.array(rows.ravel())).to_pylist()
@@ -140,8 +140,8 @@ def test_same_bytes_as_the_engine(
         np.testing.assert_array_equal(array(grouped.scores), expected.scores)
         assert expected.groups is not None
         assert column(grouped.groups) == expected.groups.to_pylist()
-        for own in grouped.columns:
-            assert column(own) == expected.columns[own.name].to_pylist()
+        for each in grouped.columns:
+            assert column(each) == expected.columns[each.name].to_pylist()
         split = digits_server.stub.DualOutput(
             pb.DualOutputRequest(
                 layer="2", queries=tensor(queries), where=where, group_by="label", at_step=9
@@ -165,7 +165,7 @@ def test_a_filter_that_matches_nothing(digits_server: Served, queries: np.ndarra
     assert (array(top.rows) == -1).all()
     assert array(top.rows).shape == (5, 4)
     assert np.isnan(array(top.scores)).all()
-    assert all(column(own) == [None] * 20 for own in top.columns)
+    assert all(column(each) == [None] * 20 for each in top.columns)
     assert top.coverage.rows == 0
     assert top.coverage.total > 0
     sums = digits_server.stub.Sums(pb.SumsRequest(group_by="label", **question))
@@ -178,7 +178,7 @@ def test_a_filter_that_matches_nothing(digits_server: Served, queries: np.ndarra
 def test_examples_in_the_order_of_the_ids(digits_server: Served, digits_index: Path) -> None:
     ids = [3, 0, 10**12, 3]
     answer = digits_server.stub.GetExamples(
-        pb.GetExamplesRequest(ids=[pb.Value(int64_value=own) for own in ids])
+        pb.GetExamplesRequest(ids=[pb.Value(int64_value=each) for each in ids])
     )
     assert [example.id.int64_value for example in answer.examples] == ids
     with Index.open(digits_index) as index:

@@ -88,7 +88,7 @@ def test_each_has_its_own_refusal() -> None:
     async def main(gate: Gate, scans: ScanQueue, joined: JoinedScans) -> None:
         first = asyncio.create_task(joined.run(b"k", 0, 1))
         await gate.until(lambda: len(gate.batches) == 1)
-        more = [asyncio.create_task(joined.run(b"k", own, 1)) for own in (1, "bad", 2)]
+        more = [asyncio.create_task(joined.run(b"k", each, 1)) for each in (1, "bad", 2)]
         await asyncio.sleep(0.02)
         gate.open.set()
         found = await asyncio.gather(first, *more, return_exceptions=True)
@@ -206,13 +206,13 @@ def questions(n: int) -> list[Any]:
     made: list[Any] = []
     for i in range(n):
         queries = tensor(np.random.default_rng(i).standard_normal((i % 3 + 1, 16), np.float32))
-        own = {"layer": "fc", "queries": queries}
+        question = {"layer": "fc", "queries": queries}
         made += [
-            pb.TopKRequest(k=4, **own),
-            pb.TopKRequest(k=3, group_by="label", distinct="step", **own),
-            pb.TopGroupsRequest(by="step", k=3, **own),
-            pb.SumsRequest(group_by="label", absolute=True, **own),
-            pb.DualOutputRequest(at_step=30, group_by="label", **own),
+            pb.TopKRequest(k=4, **question),
+            pb.TopKRequest(k=3, group_by="label", distinct="step", **question),
+            pb.TopGroupsRequest(by="step", k=3, **question),
+            pb.SumsRequest(group_by="label", absolute=True, **question),
+            pb.DualOutputRequest(at_step=30, group_by="label", **question),
         ]
     return made
 
@@ -222,8 +222,8 @@ def test_answers_are_those_that_come_alone(served: Served, index: Path) -> None:
     with ThreadPoolExecutor(len(made)) as pool:
         found = list(
             pool.map(
-                lambda own: getattr(served.stub, type(own).__name__.removesuffix("Request"))(
-                    own, timeout=60
+                lambda sent: getattr(served.stub, type(sent).__name__.removesuffix("Request"))(
+                    sent, timeout=60
                 ),
                 made,
             )
@@ -271,7 +271,7 @@ def test_a_mistake_of_all_is_told_to_each(served: Served) -> None:
     request = pb.TopKRequest(layer="nope", k=2, queries=tensor(np.ones((1, 16), np.float32)))
     with ThreadPoolExecutor(10) as pool:
         refusals = list(pool.map(lambda _: refusal(lambda: served.stub.TopK(request)), range(10)))
-    assert {own.reason for own in refusals} == {"UNKNOWN_LAYER"}
+    assert {each.reason for each in refusals} == {"UNKNOWN_LAYER"}
 
 
 def test_what_is_together_within_the_limits(index: Path) -> None:

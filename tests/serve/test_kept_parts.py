@@ -32,8 +32,8 @@ def test_clients_share_the_parts_of_a_mask(
 
     def ask(number: int) -> np.ndarray:
         with Client(served.address) as client:
-            own = queries[number : number + 1]
-            return client.dual_output("2", own, where="label in (3, 5) and step > 7").values
+            query = queries[number : number + 1]
+            return client.dual_output("2", query, where="label in (3, 5) and step > 7").values
 
     with serving({"digits": adamw_index}) as served, ThreadPoolExecutor(6) as pool:
         found = np.concatenate(list(pool.map(ask, range(6))))

@@ -210,7 +210,7 @@ def test_reflection_describes_the_service(index: Path) -> None:
             message = reflection_pb2.ServerReflectionRequest(**request)
             return next(iter(stub.ServerReflectionInfo(iter([message]))))
 
-        listed = {own.name for own in ask(list_services="").list_services_response.service}
+        listed = {each.name for each in ask(list_services="").list_services_response.service}
         assert listed >= {SERVICE, "grpc.health.v1.Health"}
         found = ask(file_containing_symbol=SERVICE).file_descriptor_response
         file = descriptor_pb2.FileDescriptorProto.FromString(found.file_descriptor_proto[0])
@@ -235,7 +235,7 @@ def test_reflection_answers_under_its_newer_name_too(index: Path) -> None:
         request = reflection_pb2.ServerReflectionRequest(list_services="")
         answer = next(iter(call(iter([request.SerializeToString()]), timeout=10)))
         found = reflection_pb2.ServerReflectionResponse.FromString(answer)
-        listed = {own.name for own in found.list_services_response.service}
+        listed = {each.name for each in found.list_services_response.service}
         assert listed >= {SERVICE, name}
 
 
@@ -244,7 +244,7 @@ def test_health_lists_what_is_served(index: Path) -> None:
     with serving({"i": index}) as served:
         stub: Any = health_pb2_grpc.HealthStub(served.channel)
         listed = stub.List(health_pb2.HealthListRequest(), timeout=10).statuses
-        assert {name: own.status for name, own in listed.items()} == dict.fromkeys(
+        assert {name: each.status for name, each in listed.items()} == dict.fromkeys(
             ("", SERVICE, "dualform.index.i"), SERVING
         )
 

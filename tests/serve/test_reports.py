@@ -46,7 +46,7 @@ def top_k(**changes: Any) -> pb.TopKRequest:
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, str]]:
-    texts = [own.getMessage() for own in caplog.records if own.name == "dualform.calls"]
+    texts = [each.getMessage() for each in caplog.records if each.name == "dualform.calls"]
     return [dict(re.findall(r"(\S+?)=(\S*)", text)) for text in texts]
 
 
@@ -83,7 +83,7 @@ def test_what_a_caller_names_cannot_add_lines_to_the_log(
     served, _ = measured
     with pytest.raises(grpc.RpcError):
         served.stub.TopK(top_k(layer="x code=OK\nERROR all is lost " + "y" * 5000))
-    (text,) = [own.getMessage() for own in caplog.records if own.name == "dualform.calls"]
+    (text,) = [each.getMessage() for each in caplog.records if each.name == "dualform.calls"]
     assert "\n" not in text
     assert len(text) < 500
     assert 'layer="x code=OK\\nERROR all' in text
@@ -104,9 +104,9 @@ def test_metrics_have_their_official_names(measured: tuple[Served, str]) -> None
     with urllib.request.urlopen(url, timeout=10) as response:
         text = response.read().decode()
     samples = {
-        (own.name, tuple(sorted(own.labels.items()))): own.value
+        (each.name, tuple(sorted(each.labels.items()))): each.value
         for family in text_string_to_metric_families(text)
-        for own in family.samples
+        for each in family.samples
     }
     method = ("grpc_method", "dualform.v1.AttributionService/TopK")
     name = "grpc_server_call_duration_seconds_count"
@@ -132,8 +132,8 @@ def test_json_lines(index: Path, tmp_path: Path) -> None:
         assert server.wait(30) == 0
         log = server.errors()
     told = [json.loads(line) for line in log.splitlines()]
-    calls = [own for own in told if own["logger"] == "dualform.calls"]
-    assert [(own["call"], own["queries"], own["rows"]) for own in calls] == [("TopK", 3, ROWS)]
+    calls = [each for each in told if each["logger"] == "dualform.calls"]
+    assert [(each["call"], each["queries"], each["rows"]) for each in calls] == [("TopK", 3, ROWS)]
 
 
 @pytest.mark.parametrize(

@@ -212,9 +212,9 @@ def test_one_client_does_not_fill_the_queue() -> None:
         gate.open.set()
         found = await asyncio.gather(*asked)
         assert await other == "answer"
-        refused = [own for own in found if isinstance(own, Refusal)]
+        refused = [each for each in found if isinstance(each, Refusal)]
         assert refused
-        assert all(own.reason == "QUEUE_FULL" and own.retry_after for own in refused)
+        assert all(each.reason == "QUEUE_FULL" and each.retry_after for each in refused)
         queue.close()
 
     asyncio.run(main())

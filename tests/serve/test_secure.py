@@ -56,9 +56,9 @@ def openssl(*arguments: Any) -> None:
 def authorities(tmp_path_factory: pytest.TempPathFactory) -> list[Authority]:
     folder = tmp_path_factory.mktemp("pki")
     made = [Authority(folder, name) for name in ("ours", "theirs")]
-    for own in made:
-        key = folder / f"{own.name}.key"
-        openssl("req", *NEW, "-out", own.ca, "-keyout", key, "-subj", f"/CN={own.name} authority")
+    for each in made:
+        key = folder / f"{each.name}.key"
+        openssl("req", *NEW, "-out", each.ca, "-keyout", key, "-subj", f"/CN={each.name} authority")
     return made
 
 
@@ -87,11 +87,11 @@ def code(call: Callable[[], Any]) -> grpc.StatusCode:
     return found.code()
 
 
-def trusting(own: Authority, files: TlsFiles | None = None) -> grpc.ChannelCredentials:
+def trusting(authority: Authority, files: TlsFiles | None = None) -> grpc.ChannelCredentials:
     pair = (
         (None, None) if files is None else (files.key.read_bytes(), files.certificate.read_bytes())
     )
-    return grpc.ssl_channel_credentials(own.ca.read_bytes(), *pair)
+    return grpc.ssl_channel_credentials(authority.ca.read_bytes(), *pair)
 
 
 def test_tls_is_spoken_to_those_who_trust_it(
@@ -112,8 +112,8 @@ def test_mutual_tls_asks_for_a_certificate_of_the_right_authority(
 ) -> None:
     ours, theirs = authorities
     files = replace(ours.certificate("mutual"), client_ca=ours.ca)
-    own, foreign = ours.certificate("client"), theirs.certificate("foreign")
-    with serving(indexes, tls=files, credentials=trusting(ours, own)) as served:
+    certificate, foreign = ours.certificate("client"), theirs.certificate("foreign")
+    with serving(indexes, tls=files, credentials=trusting(ours, certificate)) as served:
         assert ask(served.channel).coverage.total == 20
         for without in (trusting(ours), trusting(ours, foreign)):
             with grpc.secure_channel(served.address, without) as channel:
@@ -177,17 +177,17 @@ def test_a_token_opens_every_method_and_none_is_open_without(
 ) -> None:
     with serving(indexes, tokens=tokens) as served:
         stub, queries = served.stub, tensor(np.ones((1, 6), "f4"))
-        own = {"index": "one", "layer": "fc", "queries": queries}
+        question = {"index": "one", "layer": "fc", "queries": queries}
         requests = {
             "ListIndexes": pb.ListIndexesRequest(),
             "GetIndex": pb.GetIndexRequest(index="one"),
-            "TopK": pb.TopKRequest(k=2, **own),
-            "TopGroups": pb.TopGroupsRequest(by="step", k=2, **own),
+            "TopK": pb.TopKRequest(k=2, **question),
+            "TopGroups": pb.TopGroupsRequest(by="step", k=2, **question),
             "Attribute": pb.AttributeRequest(index="one", inputs=1, by="step", k=2),
-            "Sums": pb.SumsRequest(group_by="step", **own),
-            "DualOutput": pb.DualOutputRequest(**own),
+            "Sums": pb.SumsRequest(group_by="step", **question),
+            "DualOutput": pb.DualOutputRequest(**question),
             "Explain": pb.ExplainRequest(index="one", k=1),
-            "StreamWeights": pb.StreamWeightsRequest(**own),
+            "StreamWeights": pb.StreamWeightsRequest(**question),
             "GetExamples": pb.GetExamplesRequest(index="one", ids=[pb.Value(int64_value=1)]),
         }
         requests["Explain"].layers.add(layer="fc", queries=queries)
@@ -237,7 +237,7 @@ def test_a_token_opens_its_indexes_alone(indexes: dict[str, Path], tokens: Path)
     with serving(indexes, tokens=tokens) as served:
         bob = (("authorization", "Bearer bbbbbbbbbbbbbbbb"),)
         listed = served.stub.ListIndexes(pb.ListIndexesRequest(), metadata=bob)
-        assert [own.name for own in listed.indexes] == ["one", "two"]
+        assert [each.name for each in listed.indexes] == ["one", "two"]
         assert ask(served.channel, "bbbbbbbbbbbbbbbb", "two").coverage.total == 20
         for hidden in ("three", "never"):
             refused = refusal(lambda: ask(served.channel, "bbbbbbbbbbbbbbbb", hidden))  # noqa: B023

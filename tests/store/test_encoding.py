@@ -39,29 +39,29 @@ def test_numbers_are_narrowed_as_torch_does(name: str) -> None:
 
 
 def test_numbers_have_torch_dtypes_of_so_many_bytes() -> None:
-    for name, own in ENCODINGS.items():
-        assert own.name == name
-        assert own.row_bytes(7) == own.numbers(7) * getattr(torch, own.dtype).itemsize
+    for name, each in ENCODINGS.items():
+        assert each.name == name
+        assert each.row_bytes(7) == each.numbers(7) * getattr(torch, each.dtype).itemsize
     with pytest.raises(ValueError, match="no encoding 'int4'; there are float32"):
         encoding("int4")
 
 
-@pytest.mark.parametrize("name", [n for n, own in ENCODINGS.items() if "faiss" in own.keys_file])
+@pytest.mark.parametrize("name", [n for n, kind in ENCODINGS.items() if "faiss" in kind.keys_file])
 def test_faiss_and_numpy_read_the_files(tmp_path: Path, name: str) -> None:
     rng = np.random.default_rng(0)
     rows = rng.integers(-8, 9, (300, 12)).astype(np.float32)
-    own, data = encoding(name), stored(rows, name)
+    kind, data = encoding(name), stored(rows, name)
     keys, values = tmp_path / "keys.faiss", tmp_path / "values.npy"
-    keys.write_bytes(own.keys_header(12, 300) + data)
-    values.write_bytes(own.values_header(300, 12) + data)
-    assert keys.stat().st_size == own.keys_bytes(12, 300)
-    assert values.stat().st_size == own.values_bytes(300, 12)
+    keys.write_bytes(kind.keys_header(12, 300) + data)
+    values.write_bytes(kind.values_header(300, 12) + data)
+    assert keys.stat().st_size == kind.keys_bytes(12, 300)
+    assert values.stat().st_size == kind.values_bytes(300, 12)
     index = faiss.read_index(str(keys))
     assert (index.ntotal, index.d, index.metric_type) == (300, 12, faiss.METRIC_INNER_PRODUCT)
     np.testing.assert_array_equal(index.reconstruct_n(0, 300), rows)
     scores, _ = index.search(rows[:5], 1)
     np.testing.assert_array_equal(scores[:, 0], (rows[:5] @ rows.T).max(axis=1))
-    np.testing.assert_array_equal(own.widen(np.load(values), 12), rows)
+    np.testing.assert_array_equal(kind.widen(np.load(values), 12), rows)
 
 
 def test_places_of_ones() -> None:
@@ -92,16 +92,16 @@ def test_a_recording_gives_float32_and_what_is_stored(tmp_path: Path, name: str)
     path = make_recording(tmp_path / "r", rows, rows[:, :2], 10, 0.1, 0.0, {}, (name, "float32"))
     with Recording.open(path) as recording:
         for number, record in enumerate(recording.passes("fc")):
-            own = rows[10 * number : 10 * number + 10]
+            part = rows[10 * number : 10 * number + 10]
             expected = name if number % 2 == 0 else "float32"
             assert record.values is not None
             assert record.keys.encoding == record.values.encoding == expected
-            assert record.keys.nbytes == own.size * (2 if expected == name else 4)
+            assert record.keys.nbytes == part.size * (2 if expected == name else 4)
             keys, values = np.empty((10, 6), np.float32), np.empty((10, 2), np.float32)
             recording.read_keys(record, keys)
             recording.read_values(record, values)
-            np.testing.assert_array_equal(keys, own)
-            np.testing.assert_array_equal(values, own[:, :2])
-            assert recording.stored_keys(record).tobytes() == stored(own, expected)
+            np.testing.assert_array_equal(keys, part)
+            np.testing.assert_array_equal(values, part[:, :2])
+            assert recording.stored_keys(record).tobytes() == stored(part, expected)
             with pytest.raises(ValueError, match="240 bytes"):
                 recording.read_keys(record, np.empty((10, 6), np.float16))
