@@ -31,9 +31,7 @@ def test_its_class_contributions_add_up_to_the_output(demo: Demo) -> None:
     output = next(line.split()[2:] for line in lines if line.split()[:2] == ["own", "output"])
     predicted = int(re.search(r"for (\d):", said)[1])  # type: ignore[index]
     parts = [float(cell) for cell in added]
-    assert (
-        abs(sum(parts[:-1]) - float(output[predicted])) < 0.01
-    )  # Eleven parts of three decimals.
+    assert abs(sum(parts[:-1]) - float(output[predicted])) < 0.01  # Eleven parts of three decimals.
     assert int(np.argmax([float(cell) for cell in output])) == predicted
 
 

@@ -56,11 +56,11 @@ def prepare_sums(layer: Layer, question: SumsQuestion, stop: Stop | None) -> Cou
     grouping = layer.space.grouping(column)
     selected = layer.space.select(question.where, stop=stop)
     if question.bins is None:
-        runs, counts = layer.space.run_codes(column), layer.space.count(column, selected)
+        runs, counts = layer.space.groups_of_runs(column), layer.space.count(column, selected)
     else:
         grouping = binned(column, layer.space.columns[column], question.bins)
         selected = selected & (grouping.codes >= 0)
-        runs = layer.space.codes_of_runs(grouping)
+        runs = layer.space.groups_of_runs_by(grouping)
         groups = len(question.bins) - 1
         counts = np.bincount(grouping.codes[selected], minlength=groups).astype(np.int64)
     prepared = PreparedSums(queries, grouping, runs, question.absolute, selected)
@@ -120,7 +120,9 @@ def _ranking(
         find = opened.metric_finder(layer, end, stop)
     selected = layer.space.select(question.where, end, stop)
     counts = layer.space.count(question.by, selected)
-    added = PreparedSums(queries, grouping, layer.space.run_codes(question.by), False, selected)
+    added = PreparedSums(
+        queries, grouping, layer.space.groups_of_runs(question.by), False, selected
+    )
     return PreparedRanking(added, counts, question.k, question.order, contribution, find)
 
 

@@ -67,7 +67,7 @@ class Rows(Table):
             lambda: columns,
         )
         self.starts = np.cumsum([0, *(shard.rows for shard in space.shards)], dtype=np.int64)
-        self._run_codes: dict[str, np.ndarray] = {}
+        self._groups_of_runs: dict[str, np.ndarray] = {}
         self._bitmaps: dict[str, Bitmaps | None] = {}
         task, label = (
             self.grouping(name).codes if name in columns else None for name in ("task", "label")
@@ -93,15 +93,15 @@ class Rows(Table):
         counts = np.bincount(grouping.codes[selected], minlength=len(grouping.values))
         return counts.astype(np.int64)
 
-    def run_codes(self, column: str) -> np.ndarray:
+    def groups_of_runs(self, column: str) -> np.ndarray:
         """The group of each run's rows, int32 [runs]; -1 where a run has rows of several."""
         grouping = self.grouping(column)
         with self._lock:
-            if column not in self._run_codes:
-                self._run_codes[column] = self.codes_of_runs(grouping)
-            return self._run_codes[column]
+            if column not in self._groups_of_runs:
+                self._groups_of_runs[column] = self.groups_of_runs_by(grouping)
+            return self._groups_of_runs[column]
 
-    def codes_of_runs(self, grouping: Grouping) -> np.ndarray:
+    def groups_of_runs_by(self, grouping: Grouping) -> np.ndarray:
         """Likewise of any grouping of the rows."""
         low = np.minimum.reduceat(grouping.codes, self.run_starts)
         high = np.maximum.reduceat(grouping.codes, self.run_starts)

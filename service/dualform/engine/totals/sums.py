@@ -38,14 +38,14 @@ class PreparedSums:
     Attributes:
         queries: float32 [n, d_in], finite.
         grouping: The groups.
-        run_codes: int32 [runs], the group of each run's rows; negative where they differ.
+        groups_of_runs: int32 [runs], the group of each run's rows; negative where they differ.
         absolute: Add |weight|.
         selected: bool [total], the rows that take part, each in some group.
     """
 
     queries: torch.Tensor
     grouping: Grouping
-    run_codes: np.ndarray
+    groups_of_runs: np.ndarray
     absolute: bool
     selected: np.ndarray
 
@@ -56,7 +56,7 @@ def whole_runs(layer: Layer, prepared: PreparedSums) -> np.ndarray:
     signless = layer.nonnegative and bool((prepared.queries >= 0).all())
     if not _has_run_sums(layer) or (prepared.absolute and not signless):
         return np.zeros(len(starts), bool)
-    whole = prepared.run_codes >= 0
+    whole = prepared.groups_of_runs >= 0
     if selected is not layer.space.everything:
         whole &= np.logical_and.reduceat(selected, starts)
     return whole
@@ -207,7 +207,7 @@ def total_weights(layer: Layer, prepared: PreparedSums, way: Way, stop: Stop | N
     if way.summed.any():
         assert layer.run_sums is not None
         weights = queries.double().numpy() @ layer.run_sums[way.summed].T
-        total.add_runs(prepared.run_codes[way.summed], weights)
+        total.add_runs(prepared.groups_of_runs[way.summed], weights)
     if way.rest is None:
         return total.result()
     if way.on is not None:
