@@ -45,6 +45,7 @@ def test_top_k_as_json_and_locally_the_same(memory: Memory, server: str, query_f
         "total": 600,
         "nonfinite": 0,
         "dropped": 0,
+        "missing": 0,
     }
     for query, (rows, scores) in enumerate(zip(data["rows"], data["scores"], strict=True)):
         expected = sorted(matching, key=lambda t: weights[query, t])[:4]
@@ -88,7 +89,8 @@ def test_top_groups(memory: Memory, server: str, query_file: Path, tmp_path: Pat
         wanted = [totals[label][query] for label in expected]
         np.testing.assert_allclose(data["scores"][query], wanted, rtol=1e-5)
         assert data["counts"][query] == [labels.count(label) for label in expected]
-    assert data["coverage"] == {"rows": 350, "total": 600, "nonfinite": 0, "dropped": 0}
+    counts = {"rows": 350, "total": 600, "nonfinite": 0, "dropped": 0, "missing": 0}
+    assert data["coverage"] == counts
     table = ask("top-groups", server, query_file, *more)
     assert table.out.splitlines()[1].split() == ["rank", "label", "rows", "sum"]
     assert table.out.endswith("covers 350 of 600 rows\n")

@@ -102,7 +102,7 @@ QUESTIONS = {
 # What a method calls otherwise, or does itself.
 OTHERWISE = {
     "explain": {"layers": "queries"},
-    "profile": {"group_by": None, "strategy": None, "explain_plan": None},
+    "profile": {"group_by": None, "strategy": None, "explain_plan": None, "partial": None},
 }
 
 

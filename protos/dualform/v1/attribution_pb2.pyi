@@ -176,16 +176,18 @@ class Filter(_message.Message):
     def __init__(self, comparison: _Optional[_Union[Comparison, _Mapping]] = ..., all_of: _Optional[_Union[FilterList, _Mapping]] = ..., any_of: _Optional[_Union[FilterList, _Mapping]] = ..., negated: _Optional[_Union[Filter, _Mapping]] = ...) -> None: ...
 
 class Coverage(_message.Message):
-    __slots__ = ("rows", "total", "nonfinite", "dropped")
+    __slots__ = ("rows", "total", "nonfinite", "dropped", "missing")
     ROWS_FIELD_NUMBER: _ClassVar[int]
     TOTAL_FIELD_NUMBER: _ClassVar[int]
     NONFINITE_FIELD_NUMBER: _ClassVar[int]
     DROPPED_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FIELD_NUMBER: _ClassVar[int]
     rows: int
     total: int
     nonfinite: int
     dropped: int
-    def __init__(self, rows: _Optional[int] = ..., total: _Optional[int] = ..., nonfinite: _Optional[int] = ..., dropped: _Optional[int] = ...) -> None: ...
+    missing: int
+    def __init__(self, rows: _Optional[int] = ..., total: _Optional[int] = ..., nonfinite: _Optional[int] = ..., dropped: _Optional[int] = ..., missing: _Optional[int] = ...) -> None: ...
 
 class Limits(_message.Message):
     __slots__ = ("max_k", "max_queries", "max_message_bytes")
@@ -359,7 +361,7 @@ class PlanCost(_message.Message):
     def __init__(self, strategy: _Optional[_Union[Strategy, str]] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class TopKRequest(_message.Message):
-    __slots__ = ("index", "layer", "queries", "k", "where", "group_by", "order", "rank_by", "unit", "at_step", "distinct", "strategy", "explain_plan", "max_residual", "direction")
+    __slots__ = ("index", "layer", "queries", "k", "where", "group_by", "order", "rank_by", "unit", "at_step", "distinct", "strategy", "explain_plan", "max_residual", "direction", "partial")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     LAYER_FIELD_NUMBER: _ClassVar[int]
     QUERIES_FIELD_NUMBER: _ClassVar[int]
@@ -375,6 +377,7 @@ class TopKRequest(_message.Message):
     EXPLAIN_PLAN_FIELD_NUMBER: _ClassVar[int]
     MAX_RESIDUAL_FIELD_NUMBER: _ClassVar[int]
     DIRECTION_FIELD_NUMBER: _ClassVar[int]
+    PARTIAL_FIELD_NUMBER: _ClassVar[int]
     index: str
     layer: str
     queries: Tensor
@@ -390,7 +393,8 @@ class TopKRequest(_message.Message):
     explain_plan: bool
     max_residual: float
     direction: Tensor
-    def __init__(self, index: _Optional[str] = ..., layer: _Optional[str] = ..., queries: _Optional[_Union[Tensor, _Mapping]] = ..., k: _Optional[int] = ..., where: _Optional[_Union[Filter, _Mapping]] = ..., group_by: _Optional[str] = ..., order: _Optional[_Union[Order, str]] = ..., rank_by: _Optional[_Union[RankBy, str]] = ..., unit: _Optional[int] = ..., at_step: _Optional[int] = ..., distinct: _Optional[str] = ..., strategy: _Optional[_Union[Strategy, str]] = ..., explain_plan: bool = ..., max_residual: _Optional[float] = ..., direction: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
+    partial: bool
+    def __init__(self, index: _Optional[str] = ..., layer: _Optional[str] = ..., queries: _Optional[_Union[Tensor, _Mapping]] = ..., k: _Optional[int] = ..., where: _Optional[_Union[Filter, _Mapping]] = ..., group_by: _Optional[str] = ..., order: _Optional[_Union[Order, str]] = ..., rank_by: _Optional[_Union[RankBy, str]] = ..., unit: _Optional[int] = ..., at_step: _Optional[int] = ..., distinct: _Optional[str] = ..., strategy: _Optional[_Union[Strategy, str]] = ..., explain_plan: bool = ..., max_residual: _Optional[float] = ..., direction: _Optional[_Union[Tensor, _Mapping]] = ..., partial: bool = ...) -> None: ...
 
 class TopKResponse(_message.Message):
     __slots__ = ("rows", "scores", "columns", "groups", "coverage", "counts", "plan", "index_version")
@@ -413,7 +417,7 @@ class TopKResponse(_message.Message):
     def __init__(self, rows: _Optional[_Union[Tensor, _Mapping]] = ..., scores: _Optional[_Union[Tensor, _Mapping]] = ..., columns: _Optional[_Iterable[_Union[Column, _Mapping]]] = ..., groups: _Optional[_Union[Column, _Mapping]] = ..., coverage: _Optional[_Union[Coverage, _Mapping]] = ..., counts: _Optional[_Union[Tensor, _Mapping]] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., index_version: _Optional[str] = ...) -> None: ...
 
 class TopGroupsRequest(_message.Message):
-    __slots__ = ("index", "layer", "queries", "by", "k", "where", "order", "rank_by", "unit", "at_step", "max_residual", "direction", "strategy", "explain_plan")
+    __slots__ = ("index", "layer", "queries", "by", "k", "where", "order", "rank_by", "unit", "at_step", "max_residual", "direction", "strategy", "explain_plan", "partial")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     LAYER_FIELD_NUMBER: _ClassVar[int]
     QUERIES_FIELD_NUMBER: _ClassVar[int]
@@ -428,6 +432,7 @@ class TopGroupsRequest(_message.Message):
     DIRECTION_FIELD_NUMBER: _ClassVar[int]
     STRATEGY_FIELD_NUMBER: _ClassVar[int]
     EXPLAIN_PLAN_FIELD_NUMBER: _ClassVar[int]
+    PARTIAL_FIELD_NUMBER: _ClassVar[int]
     index: str
     layer: str
     queries: Tensor
@@ -442,7 +447,8 @@ class TopGroupsRequest(_message.Message):
     direction: Tensor
     strategy: Strategy
     explain_plan: bool
-    def __init__(self, index: _Optional[str] = ..., layer: _Optional[str] = ..., queries: _Optional[_Union[Tensor, _Mapping]] = ..., by: _Optional[str] = ..., k: _Optional[int] = ..., where: _Optional[_Union[Filter, _Mapping]] = ..., order: _Optional[_Union[Order, str]] = ..., rank_by: _Optional[_Union[RankBy, str]] = ..., unit: _Optional[int] = ..., at_step: _Optional[int] = ..., max_residual: _Optional[float] = ..., direction: _Optional[_Union[Tensor, _Mapping]] = ..., strategy: _Optional[_Union[Strategy, str]] = ..., explain_plan: bool = ...) -> None: ...
+    partial: bool
+    def __init__(self, index: _Optional[str] = ..., layer: _Optional[str] = ..., queries: _Optional[_Union[Tensor, _Mapping]] = ..., by: _Optional[str] = ..., k: _Optional[int] = ..., where: _Optional[_Union[Filter, _Mapping]] = ..., order: _Optional[_Union[Order, str]] = ..., rank_by: _Optional[_Union[RankBy, str]] = ..., unit: _Optional[int] = ..., at_step: _Optional[int] = ..., max_residual: _Optional[float] = ..., direction: _Optional[_Union[Tensor, _Mapping]] = ..., strategy: _Optional[_Union[Strategy, str]] = ..., explain_plan: bool = ..., partial: bool = ...) -> None: ...
 
 class TopGroupsResponse(_message.Message):
     __slots__ = ("groups", "scores", "counts", "coverage", "plan", "index_version")
@@ -517,7 +523,7 @@ class AttributeResponse(_message.Message):
     def __init__(self, groups: _Optional[_Union[Column, _Mapping]] = ..., scores: _Optional[_Union[Tensor, _Mapping]] = ..., counts: _Optional[_Union[Tensor, _Mapping]] = ..., by_layer: _Optional[_Union[Tensor, _Mapping]] = ..., initial: _Optional[_Union[Tensor, _Mapping]] = ..., rows: _Optional[_Union[Tensor, _Mapping]] = ..., residual: _Optional[_Union[Tensor, _Mapping]] = ..., outputs: _Optional[_Union[Tensor, _Mapping]] = ..., coverage: _Optional[_Iterable[_Union[Coverage, _Mapping]]] = ..., index_version: _Optional[str] = ...) -> None: ...
 
 class SumsRequest(_message.Message):
-    __slots__ = ("index", "layer", "queries", "group_by", "absolute", "where", "bins", "strategy", "explain_plan")
+    __slots__ = ("index", "layer", "queries", "group_by", "absolute", "where", "bins", "strategy", "explain_plan", "partial")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     LAYER_FIELD_NUMBER: _ClassVar[int]
     QUERIES_FIELD_NUMBER: _ClassVar[int]
@@ -527,6 +533,7 @@ class SumsRequest(_message.Message):
     BINS_FIELD_NUMBER: _ClassVar[int]
     STRATEGY_FIELD_NUMBER: _ClassVar[int]
     EXPLAIN_PLAN_FIELD_NUMBER: _ClassVar[int]
+    PARTIAL_FIELD_NUMBER: _ClassVar[int]
     index: str
     layer: str
     queries: Tensor
@@ -536,7 +543,8 @@ class SumsRequest(_message.Message):
     bins: _containers.RepeatedScalarFieldContainer[float]
     strategy: Strategy
     explain_plan: bool
-    def __init__(self, index: _Optional[str] = ..., layer: _Optional[str] = ..., queries: _Optional[_Union[Tensor, _Mapping]] = ..., group_by: _Optional[str] = ..., absolute: bool = ..., where: _Optional[_Union[Filter, _Mapping]] = ..., bins: _Optional[_Iterable[float]] = ..., strategy: _Optional[_Union[Strategy, str]] = ..., explain_plan: bool = ...) -> None: ...
+    partial: bool
+    def __init__(self, index: _Optional[str] = ..., layer: _Optional[str] = ..., queries: _Optional[_Union[Tensor, _Mapping]] = ..., group_by: _Optional[str] = ..., absolute: bool = ..., where: _Optional[_Union[Filter, _Mapping]] = ..., bins: _Optional[_Iterable[float]] = ..., strategy: _Optional[_Union[Strategy, str]] = ..., explain_plan: bool = ..., partial: bool = ...) -> None: ...
 
 class SumsResponse(_message.Message):
     __slots__ = ("groups", "values", "counts", "coverage", "plan", "index_version")

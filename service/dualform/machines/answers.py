@@ -24,7 +24,6 @@ from dualform.questions import (
     MAX_RESIDUAL,
     OutputQuestion,
     Question,
-    RowsQuestion,
     SumsQuestion,
     TopGroupsQuestion,
     TopKQuestion,
@@ -36,14 +35,14 @@ def top_k(spread: Spread, question: TopKQuestion) -> TopK:
     """The best rows: each machine's own best, merged by exact score and row id."""
     query_tensor(spread.layer, question.queries)
     _check_contribution(spread, question)
-    parts, missing = spread.ask_some(_partial(question), asked.rows_or_sums, question)
+    parts, missing = spread.ask_some(question.partial, asked.rows_or_sums, question)
     coverage = spread.coverage([part.coverage for part in parts], missing)
     found = merging.top_k(question, parts, coverage)
     if question.distinct is None:
         return found
 
     def counts(values: pa.Array, groups: pa.Array | None) -> list[np.ndarray]:
-        return spread.ask_some(_partial(question), asked.sharing, question, values, groups)[0]
+        return spread.ask_some(question.partial, asked.sharing, question, values, groups)[0]
 
     return merging.with_counts(question, found, counts)
 
@@ -51,7 +50,7 @@ def top_k(spread: Spread, question: TopKQuestion) -> TopK:
 def sums(spread: Spread, question: SumsQuestion) -> Sums:
     """Total weights: each machine's, added up."""
     query_tensor(spread.layer, question.queries)
-    parts, missing = spread.ask_some(_partial(question), asked.rows_or_sums, question)
+    parts, missing = spread.ask_some(question.partial, asked.rows_or_sums, question)
     coverage = spread.coverage([part.coverage for part in parts], missing)
     return merging.sums(question, parts, coverage)
 
@@ -68,7 +67,7 @@ def top_groups(spread: Spread, question: TopGroupsQuestion) -> TopGroups:
     blocks, found = [], None
     for first in range(0, len(question.queries), size):
         block = _block(question, slice(first, first + size))
-        parts, missing = spread.ask_some(_partial(question), asked.sums_of_groups, block)
+        parts, missing = spread.ask_some(question.partial, asked.sums_of_groups, block)
         coverage = spread.coverage([part.coverage for part in parts], missing)
         groups, numbers = union([part.groups for part in parts])
         found = merging.add_up(groups, numbers, parts, coverage)
@@ -144,10 +143,6 @@ def _block(question: TopGroupsQuestion, queries: slice) -> TopGroupsQuestion:
         queries=question.queries[queries],
         direction=None if direction is None else direction[queries],
     )
-
-
-def _partial(question: RowsQuestion) -> bool:
-    return bool(getattr(question, "partial", False))
 
 
 def _check_contribution(spread: Spread, question: TopKQuestion | TopGroupsQuestion) -> None:

@@ -70,6 +70,8 @@ class TopKQuestion(Question):
         explain_plan: Say which strategy was chosen, and why.
         max_residual: Contributions to the trained layer: as for OutputQuestion.
         index: Its name; None where one is served.
+        partial: Where the rows are on several machines: answer without those that are out of
+            reach; the coverage says how many are missing.
     """
 
     message: ClassVar[type[Any]] = pb.TopKRequest
@@ -88,6 +90,7 @@ class TopKQuestion(Question):
     explain_plan: bool = False
     max_residual: float | None = None
     direction: Queries | None = None
+    partial: bool = False
     index: str | None = None
 
     def check(self) -> None:
@@ -106,6 +109,7 @@ class TopGroupsQuestion(Question):
         order: "absolute" sorts by |sum| descending; sums stay signed.
         rank_by: What is added up: "weight", or "contribution".
         strategy: How weights are added up, as for SumsQuestion; contributions know "scan" alone.
+        partial: As for TopKQuestion.
     """
 
     message: ClassVar[type[Any]] = pb.TopGroupsRequest
@@ -123,6 +127,7 @@ class TopGroupsQuestion(Question):
     max_residual: float | None = None
     strategy: SumsStrategy = "auto"
     explain_plan: bool = False
+    partial: bool = False
     index: str | None = None
 
     def check(self) -> None:
@@ -176,6 +181,7 @@ class SumsQuestion(Question):
             "scan" every row, on GPUs or on the CPU; refused where it does not apply. "auto" takes
             key sums where there are any, and for the other rows the cheapest of the others, by
             estimate.
+        partial: As for TopKQuestion.
     """
 
     message: ClassVar[type[Any]] = pb.SumsRequest
@@ -188,6 +194,7 @@ class SumsQuestion(Question):
     bins: tuple[float, ...] | None = None
     strategy: SumsStrategy = "auto"
     explain_plan: bool = False
+    partial: bool = False
     index: str | None = None
 
 

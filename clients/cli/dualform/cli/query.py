@@ -59,6 +59,12 @@ def add_to(commands: Any) -> None:
     output = _question(kinds, "output", _output, "the dual output: initial part and contributions")
     output.add_argument("--at-step", type=int, metavar="S", help="the layer after S steps")
     output.add_argument("--group-by", metavar="COLUMN", help="each group's part alone")
+    for command in (top_k, groups, sums):
+        command.add_argument(
+            "--partial",
+            action="store_true",
+            help="of an index on several machines, answer without rows that are out of reach",
+        )
     for command in (top_k, groups, output):
         command.add_argument(
             "--max-residual",
@@ -158,6 +164,7 @@ def _ranking(options: argparse.Namespace) -> dict[str, Any]:
         "max_residual": options.max_residual,
         "strategy": options.strategy,
         "explain_plan": options.explain_plan,
+        "partial": options.partial,
         "index": options.index,
         "timeout": options.timeout,
     }
@@ -254,6 +261,7 @@ def _sums(options: argparse.Namespace) -> int:
             bins=options.bins,
             strategy=options.strategy,
             explain_plan=options.explain_plan,
+            partial=options.partial,
             index=options.index,
             timeout=options.timeout,
         )
@@ -410,6 +418,7 @@ def _coverage(coverage: Coverage) -> dict[str, int]:
         "total": coverage.total,
         "nonfinite": coverage.nonfinite,
         "dropped": coverage.dropped,
+        "missing": coverage.missing,
     }
 
 
@@ -421,6 +430,8 @@ def _print_coverage(coverage: Coverage) -> None:
     )
     if coverage.dropped:
         beside += f"; {coverage.dropped:,} more of training were not recorded"
+    if coverage.missing:
+        beside += f"; WITHOUT {coverage.missing:,} rows on machines that are out of reach"
     print(f"covers {coverage.rows:,} of {coverage.total:,} rows{beside}")
 
 

@@ -28,12 +28,15 @@ class Coverage:
         nonfinite: Of `rows`, those whose key is not finite: never ranked.
         dropped: Rows of the layer that training had and that were not recorded: where there are
             any, the answer is of a part of the memory.
+        missing: Rows of the layer on machines that are out of reach, where `partial` allowed that:
+            they are not in the answer.
     """
 
     rows: int
     total: int
     nonfinite: int
     dropped: int = 0
+    missing: int = 0
 
 
 @dataclass(frozen=True)
@@ -361,7 +364,9 @@ def explanations_of(message: pb.ExplainResponse) -> list[Explanation]:
 
 
 def coverage_of(message: pb.Coverage) -> Coverage:
-    return Coverage(message.rows, message.total, message.nonfinite, message.dropped)
+    return Coverage(
+        message.rows, message.total, message.nonfinite, message.dropped, message.missing
+    )
 
 
 def _plan_of(

@@ -162,6 +162,7 @@ class Client(Driver):
         max_residual: float | None = None,
         strategy: TopKStrategy = "auto",
         explain_plan: bool = False,
+        partial: bool = False,
         index: str | None = None,
         timeout: float | None = None,
     ) -> TopKResult:
@@ -192,6 +193,8 @@ class Client(Driver):
             strategy: "auto", or "certified", "device", "distinct_keys", "flat" or "scan": how rows
                 are found. The answer is the same; one that does not apply is refused.
             explain_plan: Say in `plan` which strategy was chosen, and why.
+            partial: Where the index is on several machines, answer without the rows of those that
+                are out of reach; `coverage.missing` says how many. Refused otherwise.
             index: Its name; None where one is served.
             timeout: Seconds.
 
@@ -222,6 +225,7 @@ class Client(Driver):
             max_residual=max_residual,
             strategy=strategy,
             explain_plan=explain_plan,
+            partial=partial,
             index=index,
         )
         return self._run(self._asking.rows(question, where, timeout, top_k_of))
@@ -242,6 +246,7 @@ class Client(Driver):
         max_residual: float | None = None,
         strategy: SumsStrategy = "auto",
         explain_plan: bool = False,
+        partial: bool = False,
         index: str | None = None,
         timeout: float | None = None,
     ) -> TopGroupsResult:
@@ -266,6 +271,7 @@ class Client(Driver):
             strategy: "auto", or by weight "key_sums", "distinct_keys", "device" or "scan", as for
                 `sums`.
             explain_plan: As for `top_k`.
+            partial: As for `top_k`.
             index: Its name; None where one is served.
             timeout: Seconds.
 
@@ -291,6 +297,7 @@ class Client(Driver):
             max_residual=max_residual,
             strategy=strategy,
             explain_plan=explain_plan,
+            partial=partial,
             index=index,
         )
         return self._run(self._asking.rows(question, where, timeout, top_groups_of))
@@ -442,6 +449,7 @@ class Client(Driver):
         bins: Iterable[float] | None = None,
         strategy: SumsStrategy = "auto",
         explain_plan: bool = False,
+        partial: bool = False,
         index: str | None = None,
         timeout: float | None = None,
     ) -> SumsResult:
@@ -458,6 +466,7 @@ class Client(Driver):
                 part; groups are called by their lower edges.
             strategy: "auto", "key_sums", "distinct_keys", "device" or "scan"; as for `top_k`.
             explain_plan: As for `top_k`.
+            partial: As for `top_k`.
             index: Its name; None where one is served.
             timeout: Seconds.
 
@@ -476,6 +485,7 @@ class Client(Driver):
             bins=bins,  # type: ignore[arg-type]
             strategy=strategy,
             explain_plan=explain_plan,
+            partial=partial,
             index=index,
         )
         return self._run(self._asking.rows(question, where, timeout, sums_of))

@@ -216,4 +216,5 @@ def _coverage(coverage: Coverage) -> pb.Coverage:
         total=coverage.total,
         nonfinite=coverage.nonfinite,
         dropped=coverage.dropped,
+        missing=coverage.missing,
     )
