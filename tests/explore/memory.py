@@ -111,6 +111,36 @@ def make_texts(folder: Path) -> Path:
     return folder / "texts"
 
 
+MODEL = """\
+import io
+import numpy as np
+import torch
+from PIL import Image
+from torch import nn
+
+def trained():
+    model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+    model.load_state_dict(torch.load("STATE", weights_only=True))
+    return model, prepare
+
+def prepare(payload):
+    pixels = np.asarray(Image.open(io.BytesIO(payload)), np.float32)
+    return torch.from_numpy(pixels / 255).reshape(1, 64)
+"""
+
+
+def write_model(digits: Digits, folder: Path) -> str:
+    """The trained model as its user has it: FILE.py:FUNCTION."""
+    torch.save(digits.model.state_dict(), folder / "state.pt")
+    (folder / "reader.py").write_text(MODEL.replace("STATE", str(folder / "state.pt")))
+    return f"{folder / 'reader.py'}:trained"
+
+
+def a_picture(digits: Digits, example: int) -> bytes:
+    """An example as a PNG file."""
+    return png((digits.images[example].reshape(8, 8).numpy() * 255).astype(np.uint8))
+
+
 def png(pixels: np.ndarray) -> bytes:
     """uint8 [height, width] as PNG."""
     sink = io.BytesIO()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from dualform.client import AsyncClient, InvalidArgumentError, NotFoundError
-from dualform.explore import View
+from dualform.explore import Model, View, load_model
 from dualform.explore.answers import Answer, Groups, Output, Parts, Refused
 from dualform.explore.asking import Asker, answer
 from dualform.explore.browsing import PER_PAGE, offered
@@ -19,7 +20,7 @@ from dualform.explore.keys import key_of
 from dualform.explore.payloads import Nothing, Picture, Text
 from dualform.explore.queries import Uploads, query_of
 
-from .memory import STEPS, TEXTS, Digits, batches
+from .memory import STEPS, TEXTS, Digits, a_picture, batches, write_model
 
 
 def ask(client: AsyncClient, view: View, uploads: Uploads | None = None) -> Answer:
@@ -209,6 +210,74 @@ def test_an_upload_is_a_query(client: AsyncClient, digits: Digits, tmp_path: Pat
         ask(client, View(layer="0", upload=digest, number=4), uploads)
     with pytest.raises(NotFoundError, match="upload it again"):
         ask(client, View(layer="0", upload="gone"), uploads)
+
+
+def test_a_picture_is_what_the_model_sees_of_it(
+    client: AsyncClient, digits: Digits, tmp_path: Path
+) -> None:
+    model = load_model(write_model(digits, tmp_path))
+    uploads = Uploads(model)
+    digest = uploads.keep("seven.png", a_picture(digits, 7))
+    found = ask(client, View(layer="0", upload=digest), uploads)
+    seen = model.prepare(a_picture(digits, 7))
+    with torch.no_grad():
+        own = digits.model(seen)[0].numpy()
+    assert np.array_equal(found.query.vector, seen.numpy())
+    assert isinstance(found.prediction, Output)
+    for unit, value in found.prediction.whole:
+        assert value == pytest.approx(own[unit], abs=1e-5)
+    assert found.query.payload == Picture("image/png", True, f"upload?digest={digest}")
+    digest = uploads.keep("a.txt", b"not a picture")
+    with pytest.raises(InvalidArgumentError, match="the model does not take it: "):
+        ask(client, View(layer="0", upload=digest), uploads)
+    with pytest.raises(InvalidArgumentError, match="pictures and texts are a model's"):
+        Uploads().keep("seven.png", a_picture(digits, 7))
+    with pytest.raises(InvalidArgumentError, match="no UTF-8 text"):
+        uploads.keep("a.bin", b"\xff\xfe\x00\xd8")
+
+
+def test_a_text_is_read_by_the_model(reader: AsyncClient) -> None:
+    from torch import nn
+
+    class Read(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(24, 27)
+
+        def forward(self, letters: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.head(letters)
+            return out
+
+    def prepare(payload: bytes | str) -> torch.Tensor:
+        return torch.eye(24)[: len(payload)][None]
+
+    uploads = Uploads(Model(Read(), prepare))
+    digest = uploads.keep("t.txt", b"a fox")
+    last = ask(reader, View(layer="head", upload=digest), uploads)
+    assert np.array_equal(last.query.vector, np.eye(24, dtype=np.float32)[4:5])
+    assert last.query.text is not None
+    assert [each.text for each in last.query.text.tokens] == list("a fox")
+    first = ask(reader, View(layer="head", upload=digest, number=0), uploads)
+    assert np.array_equal(first.query.vector, np.eye(24, dtype=np.float32)[:1])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("def trained(): return 3", "(model, prepare) is needed"),
+        ("def trained(): 1 / 0", "ZeroDivisionError"),
+        ("def other(): pass", "failed"),
+        ("syntax error", "SyntaxError"),
+    ],
+)
+def test_what_is_no_model_is_said(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "m.py").write_text(text)
+    with pytest.raises(InvalidArgumentError, match=re.escape(message)):
+        load_model(f"{tmp_path / 'm.py'}:trained")
+    with pytest.raises(InvalidArgumentError, match=r"is no FILE\.py:FUNCTION"):
+        load_model(str(tmp_path / "m.py"))
+    with pytest.raises(InvalidArgumentError, match="is not there"):
+        load_model(f"{tmp_path / 'n.py'}:trained")
 
 
 @pytest.mark.parametrize(

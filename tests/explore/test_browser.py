@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 
-from .memory import TEXTS, Digits
+from .memory import TEXTS, Digits, a_picture, write_model
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 if CHROMIUM is None:
@@ -42,7 +42,9 @@ def address(digits: Digits, texts: Path, tmp_path_factory: pytest.TempPathFactor
     broken = tmp_path_factory.mktemp("broken") / "broken"
     shutil.copytree(digits.path, broken)
     (broken / "manifest.json").write_text("{}")
+    model = write_model(digits, tmp_path_factory.mktemp("model"))
     command = [DUALFORM, "explore", digits.path, f"read={texts}", broken, "--port", "0"]
+    command += ["--model", model]
     yield from exploring(command, tmp_path_factory.mktemp("log") / "explore.log")
 
 
@@ -90,7 +92,7 @@ def a_page() -> Iterator[Page]:
         yield made
         browser.close()
     assert len(requests) > 10
-    asked = [urlsplit(each) for each in requests]
+    asked = [urlsplit(each.removeprefix("blob:")) for each in requests]
     assert {each.hostname for each in asked if each.scheme != "data"} == {"127.0.0.1"}
     assert not trouble
 
@@ -259,6 +261,13 @@ def test_a_query_is_uploaded_and_the_lines_are_copied(
     expect(page.get_by_text("Copied.")).to_be_visible()
     lines = page.evaluate("navigator.clipboard.readText()")
     assert "client.top_groups(" in lines
+    (tmp_path / "seven.png").write_bytes(a_picture(digits, 7))
+    with shown(page):
+        page.locator("input[type=file]").set_input_files(tmp_path / "seven.png")
+    expect(page.get_by_text("seven.png, as layer 0 of the model sees it")).to_be_visible()
+    picture = page.get_by_role("img", name="the query")
+    assert picture.evaluate("each => each.naturalWidth") == 8
+    expect(page.get_by_role("heading", name="Prediction")).to_be_visible()
     (tmp_path / "broken.npy").write_bytes(b"nothing")
     page.locator("input[type=file]").set_input_files(tmp_path / "broken.npy")
     expect(page.locator(".trouble")).to_contain_text("broken.npy can't be read")

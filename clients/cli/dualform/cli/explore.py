@@ -34,6 +34,12 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("--server", metavar="HOST:PORT", help="look at a server's indexes instead")
     add_server_options(parser)
+    parser.add_argument(
+        "--model",
+        metavar="FILE.py:FUNCTION",
+        help="for pictures and texts to be uploaded: a function without arguments that returns "
+        "(model, prepare), prepare making the model's input of a picture's bytes or of a text",
+    )
     parser.add_argument("--host", default="127.0.0.1", help="of this machine (default 127.0.0.1)")
     parser.add_argument("--port", type=int, default=8080, help="0 for a free one (default 8080)")
     parser.add_argument("--open", action="store_true", help="open it in the browser")
@@ -49,21 +55,23 @@ def _run(options: argparse.Namespace) -> int:
         import nicegui  # noqa: F401
     except ImportError as error:
         raise CommandError(f"the page needs nicegui ({error}): {pip_install('explore')}") from None
-    from dualform.explore import LocalSources, ServerSources, run
+    from dualform.explore import LocalSources, ServerSources, load_model, run
 
+    if options.server is None:
+        load_engine()  # before the user's model imports torch
+    model = None if options.model is None else load_model(options.model)
     sources: LocalSources | ServerSources
     if options.server is None:
         paths = named_indexes(options.indexes)
         missing = [str(path) for path in paths.values() if not Path(path).is_dir()]
         if missing:
             raise CommandError(f"there is no index at {', '.join(missing)}")
-        load_engine()
         sources = LocalSources(paths)
     else:
         sources = _served(options)
     if options.while_read:
         threading.Thread(target=_end_with_input, daemon=True).start()
-    return run(sources, host=options.host, port=options.port, browse=options.open)
+    return run(sources, host=options.host, port=options.port, browse=options.open, model=model)
 
 
 def _end_with_input() -> None:

@@ -4,6 +4,7 @@ Needs the extra `[explore]`. It asks through the SDK alone. What is behind the n
 
     LocalSources     indexes on disk
     ServerSources    those of a server
+    load_model       a model of the user's own, for pictures and texts to ask about
     run              serve the page on this machine
     View             what is looked at, and its link
 """
@@ -12,14 +13,22 @@ from __future__ import annotations
 
 from typing import Any
 
+from dualform.explore.model import Model, load_model
 from dualform.explore.sources import LocalSources, ServerSources
 from dualform.explore.view import View
 
-__all__ = ["LocalSources", "ServerSources", "View", "run"]
+__all__ = ["LocalSources", "Model", "ServerSources", "View", "load_model", "run"]
 
 
-def run(sources: Any, *, host: str = "127.0.0.1", port: int = 8080, browse: bool = False) -> int:
+def run(
+    sources: Any,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8080,
+    browse: bool = False,
+    model: Model | None = None,
+) -> int:
     """As `dualform.explore.app.run`; the page's library is loaded when it is called."""
     from dualform.explore import app
 
-    return app.run(sources, host=host, port=port, browse=browse)
+    return app.run(sources, host=host, port=port, browse=browse, model=model)

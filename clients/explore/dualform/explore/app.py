@@ -17,6 +17,7 @@ from nicegui import ui
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from dualform.client import DualformError, InvalidArgumentError
+from dualform.explore.model import Model
 from dualform.explore.page import Page
 from dualform.explore.payloads import media_of
 from dualform.explore.queries import Uploads
@@ -26,7 +27,12 @@ PORT = 8080
 
 
 def run(
-    sources: Sources, *, host: str = "127.0.0.1", port: int = PORT, browse: bool = False
+    sources: Sources,
+    *,
+    host: str = "127.0.0.1",
+    port: int = PORT,
+    browse: bool = False,
+    model: Model | None = None,
 ) -> int:
     """Serve the page until SIGTERM or SIGINT.
 
@@ -37,6 +43,7 @@ def run(
         host: An address of this machine's loopback.
         port: 0 for a free one.
         browse: Open it in a browser.
+        model: For pictures and texts to be uploaded.
 
     Returns:
         Exit status: 0.
@@ -51,11 +58,18 @@ def run(
     app.add_middleware(
         TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost", "[::1]", "::1"]
     )
-    uploads = Uploads()
+    uploads = Uploads(model)
 
     @app.get("/payload")
     async def payload(index: str, id: str) -> Response:
         return await _payload(sources, index, id)
+
+    @app.get("/upload")
+    async def upload(digest: str) -> Response:
+        try:
+            return _picture(uploads.kept(digest).payload)
+        except DualformError:
+            return Response(status_code=404)
 
     @ui.page("/", title="dualform explorer")
     def page(request: Request) -> None:
@@ -130,7 +144,6 @@ def _bound(host: str, port: int) -> socket.socket:
 
 async def _payload(sources: Sources, index: str, example: str) -> Response:
     """A picture that was kept, as a picture and nothing else."""
-    headers = {"X-Content-Type-Options": "nosniff", "Cache-Control": "private, max-age=3600"}
     try:
         source = await sources.named(index)
         if source is None:
@@ -140,7 +153,12 @@ async def _payload(sources: Sources, index: str, example: str) -> Response:
         return Response(status_code=404)
     except DualformError:
         return Response(status_code=503)
+    return _picture(kept)
+
+
+def _picture(kept: Any) -> Response:
     media = media_of(kept) if isinstance(kept, bytes) else None
     if media is None:
         return Response(status_code=404)
+    headers = {"X-Content-Type-Options": "nosniff", "Cache-Control": "private, max-age=3600"}
     return Response(kept, media_type=media, headers=headers)

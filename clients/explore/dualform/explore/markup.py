@@ -90,7 +90,8 @@ def payload(
     if isinstance(what, Picture):
         address = urlencode({"index": index, "id": json.dumps(example), "v": version})
         small = " small" if what.small else ""
-        source, said = escape(f"payload?{address}"), escape(f"example {example}")
+        source = escape(what.address or f"payload?{address}")
+        said = "the query" if what.address else escape(f"example {example}")
         return f'<img class="picture{small}" src="{source}" alt="{said}" loading="lazy">'
     if isinstance(what, Row):
         cells = "".join(

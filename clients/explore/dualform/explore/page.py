@@ -38,7 +38,7 @@ _FOLLOW = """(event) => {
 }"""
 _VALUE = "(event) => emit(event.target.value)"
 _NAME_UPLOAD = """document.querySelector(".q-uploader__input")
-  ?.setAttribute("aria-label", "upload a .npy or .csv file")"""
+  ?.setAttribute("aria-label", "upload FILES")"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +62,9 @@ class Page:
 
     def __init__(self, sources: Sources, uploads: Uploads, parameters: str) -> None:
         self._sources, self._uploads = sources, uploads
+        self._takes = "a .npy or .csv file"
+        if uploads.model is not None:
+            self._takes = "a picture, a text, a .npy or .csv file"
         self._view, self._wrong = view_of(parse_qs(parameters, keep_blank_values=True))
         self._answer: Answer | None = None
         self._lines = Lines("", "")
@@ -74,7 +77,7 @@ class Page:
         ui.timer(0.01, self._begin, once=True)
 
     def _begin(self) -> None:
-        ui.run_javascript(_NAME_UPLOAD)
+        ui.run_javascript(_NAME_UPLOAD.replace("FILES", self._takes))
         self.show(self._view, new=False)
 
     def _lay_out(self) -> None:
@@ -106,13 +109,13 @@ class Page:
         ui.html("<h2>Your own query</h2>", sanitize=False)
         self._upload = (
             ui.upload(
-                label="a .npy or .csv file",
+                label=self._takes,
                 auto_upload=True,
                 on_upload=self._uploaded,
                 max_file_size=MOST_BYTES,
                 on_rejected=lambda: self._fail(f"up to {MOST_BYTES >> 20} MiB are taken"),
             )
-            .props('accept=".npy,.csv" flat bordered')
+            .props("flat bordered")
             .style("width: 100%")
         )
 
@@ -226,7 +229,7 @@ class Page:
             return
         finally:
             self._upload.reset()
-        view = replace(self._view, upload=digest, number=0, example=None, seen=None, place=None)
+        view = replace(self._view, upload=digest, number=None, example=None, seen=None, place=None)
         self.show(replace(view, unit=None))
 
     def _turn(self) -> None:

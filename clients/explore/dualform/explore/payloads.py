@@ -17,10 +17,17 @@ _PICTURES = {
 
 @dataclass(frozen=True)
 class Picture:
-    """Bytes that a browser shows, by their media type; `small`: in few pixels, to be enlarged."""
+    """Bytes that a browser shows.
+
+    Attributes:
+        media: Their type.
+        small: In few pixels, to be enlarged.
+        address: Where the page has them; "" for where examples are.
+    """
 
     media: str
     small: bool
+    address: str = ""
 
 
 @dataclass(frozen=True)

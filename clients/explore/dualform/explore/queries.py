@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import io
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +24,8 @@ from dualform.explore.answers import Query
 from dualform.explore.asking import last_layer
 from dualform.explore.behind import payloads_of
 from dualform.explore.keys import Key, key_of
-from dualform.explore.payloads import Text
+from dualform.explore.model import Model
+from dualform.explore.payloads import Picture, Text, media_of, payload_of
 from dualform.explore.tokens import marked
 from dualform.explore.view import View
 
@@ -33,29 +35,40 @@ MOST_BYTES = 64 << 20
 
 @dataclass(frozen=True, eq=False)
 class Upload:
-    """Queries that somebody uploaded.
+    """What somebody uploaded.
 
     Attributes:
         name: Of the file.
-        queries: float32 [n, d].
+        digest: Of what it holds.
+        size: Its bytes.
+        queries: float32 [n, d], of a file of numbers.
+        payload: Of another: a picture's bytes, or a text.
     """
 
     name: str
-    queries: npt.NDArray[np.float32]
+    digest: str
+    size: int
+    queries: npt.NDArray[np.float32] | None = None
+    payload: bytes | str | None = None
 
 
 class Uploads:
-    """What was uploaded, by its digest, the latest 64 MiB; links name it while the page runs."""
+    """What was uploaded, by its digest, the latest 64 MiB; links name it while the page runs.
 
-    def __init__(self) -> None:
+    Args:
+        model: What pictures and texts are for; None takes numbers alone.
+    """
+
+    def __init__(self, model: Model | None = None) -> None:
+        self.model = model
         self._kept: OrderedDict[str, Upload] = OrderedDict()
 
     def keep(self, name: str, data: bytes) -> str:
-        """Keeps a .npy or .csv file of numbers.
+        """Keeps a .npy or .csv file of numbers; with a model, a picture or a text too.
 
         Args:
-            name: Of the file; how it ends says what it is.
-            data: What it holds: one query [d], or several [n, d].
+            name: Of the file; how it ends says whether it is numbers.
+            data: What it holds: one query [d] or several [n, d]; a picture, or UTF-8.
 
         Returns:
             Its digest, for the view.
@@ -68,9 +81,19 @@ class Uploads:
                 f"{name} has {len(data):,} bytes; up to {MOST_BYTES >> 20} MiB are taken"
             )
         digest = hashlib.sha256(data).hexdigest()[:16]
-        self._kept[digest] = Upload(name, _numbers(name, data))
+        upload = Upload(name, digest, len(data))
+        if name.lower().endswith((".npy", ".csv")):
+            upload = replace(upload, queries=_numbers(name, data))
+        elif self.model is None:
+            raise InvalidArgumentError(
+                f"{name} is no .npy or .csv file; pictures and texts are a model's: "
+                "dualform explore INDEX --model FILE.py:FUNCTION"
+            )
+        else:
+            upload = replace(upload, payload=_payload(name, data))
+        self._kept[digest] = upload
         self._kept.move_to_end(digest)
-        while sum(each.queries.nbytes for each in self._kept.values()) > MOST_BYTES:
+        while sum(each.size for each in self._kept.values()) > MOST_BYTES:
             if len(self._kept) == 1:
                 break
             self._kept.popitem(last=False)
@@ -104,7 +127,10 @@ async def query_of(
         DualformError: There is no such example, place or upload, or it does not fit the layer.
     """
     if view.upload:
-        return _uploaded(view, layer, info, uploads.kept(view.upload))
+        upload = uploads.kept(view.upload)
+        if upload.queries is not None:
+            return _uploaded(view, layer, info, upload, upload.queries)
+        return await asyncio.to_thread(_modelled, view, layer, info, upload, uploads.model)
     if view.example is None:
         return None
     key = await key_of(client, layer, view.example, seen=view.seen, place=view.place, index=index)
@@ -156,8 +182,13 @@ def _said(layer: LayerInfo, key: Key) -> str:
     return f"as layer {layer.name} saw it in training step {key.columns['step']}{at}"
 
 
-def _uploaded(view: View, layer: LayerInfo, info: IndexInfo, upload: Upload) -> Query:
-    queries = upload.queries
+def _uploaded(
+    view: View,
+    layer: LayerInfo,
+    info: IndexInfo,
+    upload: Upload,
+    queries: npt.NDArray[np.float32],
+) -> Query:
     if queries.shape[1] != layer.d_in:
         fits = [each.name for each in info.layers.values() if each.d_in == queries.shape[1]]
         raise InvalidArgumentError(
@@ -165,12 +196,52 @@ def _uploaded(view: View, layer: LayerInfo, info: IndexInfo, upload: Upload) -> 
             f"takes {layer.d_in:,}"
             + (f"; it fits layer {', '.join(fits)}" if fits else ", and no layer that many")
         )
-    if view.number >= len(queries):
+    number = _place(view, upload, len(queries), 0)
+    said = f"query {number} of {len(queries):,} in {upload.name}"
+    return Query(queries[number : number + 1], None, said)
+
+
+def _modelled(
+    view: View, layer: LayerInfo, info: IndexInfo, upload: Upload, model: Model | None
+) -> Query:
+    """A picture or text, as the model's layers see it."""
+    assert model is not None
+    assert upload.payload is not None
+    last = last_layer(info)
+    names = [layer.name] if last is None else list(dict.fromkeys([layer.name, last.name]))
+    seen = model.queries(upload.payload, names)
+    here = seen[layer.name]
+    number = _place(view, upload, len(here), len(here) - 1)
+    other = None
+    if last is not None and last.name != layer.name and len(seen[last.name]) == len(here):
+        other = seen[last.name][number : number + 1]
+    shown = payload_of(upload.payload)
+    if isinstance(shown, Picture):
+        shown = replace(shown, address=f"upload?digest={upload.digest}")
+    text = marked(shown.text, {}, len(here)) if isinstance(shown, Text) else None
+    at = f", place {number} of {len(here)}" if len(here) > 1 else ""
+    said = f"{upload.name}, as layer {layer.name} of the model sees it{at}"
+    return Query(here[number : number + 1], other, said, payload=shown, text=text)
+
+
+def _place(view: View, upload: Upload, count: int, usual: int) -> int:
+    number = usual if view.number is None else view.number
+    if number >= count:
         raise InvalidArgumentError(
-            f"{upload.name} holds queries 0 to {len(queries) - 1}; {view.number} is none of them"
+            f"{upload.name} holds queries 0 to {count - 1}; {number} is none of them"
         )
-    vector = queries[view.number : view.number + 1]
-    return Query(vector, None, f"query {view.number} of {len(queries):,} in {upload.name}")
+    return number
+
+
+def _payload(name: str, data: bytes) -> bytes | str:
+    if media_of(data) is not None:
+        return data
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        raise InvalidArgumentError(
+            f"{name} is no picture that browsers show (PNG, JPEG, GIF, WebP), and no UTF-8 text"
+        ) from None
 
 
 def _numbers(name: str, data: bytes) -> npt.NDArray[np.float32]:

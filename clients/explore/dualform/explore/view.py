@@ -24,7 +24,8 @@ class View:
         seen: At which step the layer saw it: the key of that row is the query. None for the last.
         place: The row's position in a sequence; None for the last one.
         upload: What was uploaded instead, by its digest; "" for nothing.
-        number: Which row of an uploaded array.
+        number: Which row of an uploaded array, or place of an uploaded sequence; None for the
+            first row, and the last place.
         by: "example": an example's rows are added up; "row": each row for itself.
         k: How many of them.
         unit: The output unit that contributions go to; None for the largest.
@@ -40,7 +41,7 @@ class View:
     seen: int | None = None
     place: int | None = None
     upload: str = ""
-    number: int = 0
+    number: int | None = None
     by: str = "example"
     k: int = 6
     unit: int | None = None
