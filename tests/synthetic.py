@@ -12,9 +12,10 @@ import torch
 from dualform.index import build_index
 from dualform.optimizers import SGDSettings
 from dualform.store.ledger import LedgerRow
-from dualform.store.recording_format import ALIGNMENT, LayerSpec, RecordingManifest
+from dualform.store.recording_format import LayerSpec, RecordingManifest
 from dualform.store.recording_writer import Examples, Record, RecordingWriter, StepPass
 from dualform.store.row_metadata import Block
+from dualform.store.segment_table import ALIGNMENT
 
 
 def make_index(

@@ -13,9 +13,10 @@ from dualform.optimizers import SGDSettings
 from dualform.store import DamagedError, ExistsError, NotFoundError, VersionError
 from dualform.store.ledger import InexactMark, LedgerRow
 from dualform.store.recording import LayerSpec, Recording, RecordingManifest
-from dualform.store.recording_format import ALIGNMENT, read_sealed, write_sealed
+from dualform.store.recording_format import read_sealed, write_sealed
 from dualform.store.recording_writer import Examples, Record, RecordingWriter, StepPass
 from dualform.store.row_metadata import Block
+from dualform.store.segment_table import ALIGNMENT
 
 LAYERS = {
     "a": LayerSpec("a", "linear", 3, 2, "a.weight", "a.bias", "float32"),

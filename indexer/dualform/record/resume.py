@@ -22,7 +22,8 @@ from dualform.store.errors import BusyError, NotFoundError, StoreError
 from dualform.store.ledger import Coefficients, InexactMark, Ledger
 from dualform.store.ranks import rank_folders
 from dualform.store.recording import LayerSpec, PassRecord, Recording, RecordingManifest
-from dualform.store.recording_format import MANIFEST, padded
+from dualform.store.recording_format import MANIFEST
+from dualform.store.segment_table import padded
 
 TOLERANCE = 1e-4
 """Largest difference from the rebuilt state, relative to the way since the state it starts from."""

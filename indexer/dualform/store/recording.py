@@ -1,7 +1,7 @@
 """Reading a recording: every committed step, checked against its digest (docs/format-recording.md).
 
 Which steps are committed is told by recording_segments.py; what lies in the files, by
-recording_format.py.
+recording_format.py and segment_table.py.
 
 Memory is bounded by one segment's metadata, whatever the recording's length.
 """
@@ -34,15 +34,12 @@ from dualform.store.recording_format import (
     RERECORD,
     SEGMENTS,
     LayerSpec,
-    PassRecord,
     RecordingManifest,
-    SegmentTable,
-    Span,
-    segment_name,
 )
 from dualform.store.recording_segments import committed
 from dualform.store.row_metadata import row_schema
 from dualform.store.sampling import counted
+from dualform.store.segment_table import PassRecord, SegmentTable, Span, segment_name
 
 __all__ = [
     "InexactMark",

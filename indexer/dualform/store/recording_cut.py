@@ -13,15 +13,8 @@ from dualform.store.files import read_checked, sync_directory, write_atomic
 from dualform.store.ledger import from_parquet, to_parquet
 from dualform.store.parquet import read_parquet, write_parquet
 from dualform.store.recording import Recording
-from dualform.store.recording_format import (
-    CLOSED,
-    EXAMPLES,
-    FINAL,
-    RERECORD,
-    SEGMENTS,
-    SegmentTable,
-    segment_name,
-)
+from dualform.store.recording_format import CLOSED, EXAMPLES, FINAL, RERECORD, SEGMENTS
+from dualform.store.segment_table import SegmentTable, segment_name
 
 
 def cut_recording(recording: Recording, step: int) -> list[SegmentTable]:

@@ -19,9 +19,10 @@ from dualform.store.errors import RanksError
 from dualform.store.ledger import InexactMark, Ledger, LedgerRow
 from dualform.store.ranks import check_ranks, rank_folders
 from dualform.store.recording import Recording
-from dualform.store.recording_format import MANIFEST, PassRecord
+from dualform.store.recording_format import MANIFEST
 from dualform.store.row_metadata import row_schema
 from dualform.store.sampling import counted
+from dualform.store.segment_table import PassRecord
 
 RANK = "rank"
 """The column that says of which rank a row is, unless the user has one of that name."""

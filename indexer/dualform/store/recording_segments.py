@@ -21,10 +21,9 @@ from dualform.store.recording_format import (
     RERECORD,
     SEGMENTS,
     RecordingManifest,
-    SegmentTable,
     read_sealed,
-    segment_name,
 )
+from dualform.store.segment_table import SegmentTable, segment_name
 
 _TABLE = re.compile(r"([0-9]{6,12})\.json")
 

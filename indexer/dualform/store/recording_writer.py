@@ -30,15 +30,11 @@ from dualform.store.recording_format import (
     INITIAL,
     MANIFEST,
     SEGMENTS,
-    PassRecord,
     RecordingManifest,
-    SegmentTable,
-    Span,
-    padded,
-    segment_name,
 )
 from dualform.store.row_metadata import Block, blocks_table, column_types
 from dualform.store.sampling import DroppedRows
+from dualform.store.segment_table import PassRecord, SegmentTable, Span, padded, segment_name
 
 _PAYLOAD_BYTES = 4 << 20
 """Of a row group of payloads."""

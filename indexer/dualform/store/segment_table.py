@@ -1,0 +1,280 @@
+"""What a segment of a recording commits: its table, as JSON and back (docs/format-recording.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from dualform.store.encoding import FLOAT32, encoding
+from dualform.store.errors import DamagedError
+from dualform.store.fields import Fields, entry, integer, wrong
+from dualform.store.files import FileEntry, check_seal, read_json, write_sealed
+from dualform.store.ledger import InexactMark
+from dualform.store.recording_format import INITIAL, RERECORD, LayerSpec
+from dualform.store.row_metadata import ROW_COLUMNS, TYPES
+from dualform.store.sampling import DroppedRows, dropped_columns, read_dropped
+
+ALIGNMENT = 4096
+"""Every record starts at a multiple of this many bytes, and is padded to one with zeros."""
+_PASS_COLUMNS = (
+    "layer",
+    "step",
+    "rows",
+    "block",
+    "keys_offset",
+    "keys_xxh3",
+    "values_offset",
+    "values_xxh3",
+)
+_ENCODING_COLUMNS = ("keys_encoding", "values_encoding")
+_RESERVED = {*ROW_COLUMNS, "row"}
+
+
+class Span(NamedTuple):
+    """One record in a segment's .bin file: where it starts, its bytes, their digest, and the name
+    of the encoding of its numbers."""
+
+    offset: int
+    nbytes: int
+    xxh3: str
+    encoding: str = FLOAT32.name
+
+
+class PassRecord(NamedTuple):
+    """The rows that one layer took from one forward pass.
+
+    Attributes:
+        segment: Number of the segment that holds them.
+        step: The optimizer step that used them.
+        rows: How many.
+        block: Number of the rows' metadata, in the whole recording.
+        keys: [rows, d_in], in an encoding of their own.
+        values: [rows, d_out] likewise, raw (-dL/dy); None in a recording of keys alone.
+    """
+
+    segment: int
+    step: int
+    rows: int
+    block: int
+    keys: Span
+    values: Span | None
+
+
+@dataclass(frozen=True)
+class SegmentTable:
+    """Everything that `segments/NNNNNN.json` says.
+
+    Attributes:
+        number: The segment's own.
+        first_step: Its first step.
+        steps: How many steps it holds; 0 where it only carries marks or examples.
+        initial: The file of the initial state, the same in every segment.
+        bin_bytes: Size of its .bin file; each record has its own digest.
+        rows: The row metadata file.
+        ledger: The ledger file.
+        passes: In row order per layer: layer name and record.
+        first_block: Number of its first block.
+        block_rows: Rows of each block, which lie one after the other in the metadata file.
+        columns: The user's metadata columns: "int64", "float64", "string" or "bool" by name.
+        marks: Layer name and mark, those raised in this segment.
+        examples: Example files completed with this segment.
+        states: The state after so many steps, and its file; none is before the segment's first
+            step or after its last.
+        dropped: Rows that its steps had, and that are not recorded.
+    """
+
+    number: int
+    first_step: int
+    steps: int
+    initial: FileEntry
+    bin_bytes: int
+    rows: FileEntry
+    ledger: FileEntry
+    passes: Sequence[tuple[str, PassRecord]]
+    first_block: int
+    block_rows: Sequence[int]
+    columns: Mapping[str, str]
+    marks: Sequence[tuple[str, InexactMark]]
+    examples: Sequence[FileEntry]
+    states: Sequence[tuple[int, FileEntry]] = ()
+    dropped: Sequence[DroppedRows] = ()
+
+    def save(self, directory: Path, layers: Mapping[str, LayerSpec]) -> None:
+        """Write the segment's .json atomically into `directory`: this commits the segment."""
+        data = {
+            "segment": self.number,
+            "first_step": self.first_step,
+            "steps": self.steps,
+            "initial": self.initial.to_json(),
+            "bin_bytes": self.bin_bytes,
+            "rows": self.rows.to_json(),
+            "ledger": self.ledger.to_json(),
+            "passes": _pass_columns(self.passes, list(layers)),
+            "blocks": {"first": self.first_block, "rows": list(self.block_rows)},
+            "columns": dict(self.columns),
+            "marks": [{"layer": name, **asdict(mark)} for name, mark in self.marks],
+            "examples": [entry.to_json() for entry in self.examples],
+            "states": [{"step": step, "file": file.to_json()} for step, file in self.states],
+        }
+        if self.dropped:
+            data["dropped"] = dropped_columns(self.dropped, list(layers))
+        write_sealed(directory / segment_name(self.number, "json"), data)
+
+    @classmethod
+    def load(cls, path: Path, layers: Mapping[str, LayerSpec]) -> SegmentTable:
+        """Read what `save` wrote.
+
+        Raises:
+            DamagedError: It is something else.
+        """
+        data = read_json(path, RERECORD)
+        check_seal(path, data, RERECORD)
+        try:
+            table = _segment_table(Fields(data), list(layers.values()))
+            if segment_name(table.number, "json") != path.name:
+                raise wrong("segment", table.number, "the number that the file is called by")
+            return table
+        except ValueError as error:
+            raise DamagedError(path, f"a field is wrong: {error}", RERECORD) from None
+
+
+def segment_name(number: int, suffix: str) -> str:
+    """File name of a segment's part: "000003.bin"."""
+    return f"{number:06d}.{suffix}"
+
+
+def padded(nbytes: int) -> int:
+    """Bytes that a record takes in the .bin file."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _segment_table(data: Fields, layers: Sequence[LayerSpec]) -> SegmentTable:
+    number = data.integer("segment")
+    first_step, steps = data.integer("first_step"), data.integer("steps")
+    blocks = data.object("blocks")
+
+    def state(fields: Fields) -> tuple[int, FileEntry]:
+        return fields.integer("step", first_step + 1, first_step + steps), fields.entry("file")
+
+    table = SegmentTable(
+        number=number,
+        first_step=first_step,
+        steps=steps,
+        initial=data.entry("initial"),
+        bin_bytes=data.integer("bin_bytes"),
+        rows=data.entry("rows"),
+        ledger=data.entry("ledger"),
+        passes=[],
+        first_block=blocks.integer("first"),
+        block_rows=list(blocks.each("rows", integer)),
+        columns=_columns(data),
+        marks=data.objects("marks", lambda fields: _mark(fields, layers)),
+        examples=data.each("examples", entry),
+        states=data.objects("states", state) if data.has("states") else (),
+        dropped=read_dropped(
+            data, [spec.name for spec in layers], range(first_step, first_step + steps)
+        ),
+    )
+    for called, files, start in (
+        ("initial", [table.initial], INITIAL),
+        ("rows", [table.rows], f"{number:06d}."),
+        ("ledger", [table.ledger], f"{number:06d}."),
+        ("states", [file for _, file in table.states], f"{number:06d}."),
+        ("examples", list(table.examples), ""),
+    ):
+        for file in files:
+            if "/" in file.name or not file.name.startswith(start):
+                raise wrong(f"{called}.name", file.name, f"the name of a file {start}*")
+    for i, (step, file) in enumerate(table.states):
+        name = segment_name(number, f"state-{step}.safetensors")
+        if file.name != name:
+            raise wrong(f"states[{i}].file.name", file.name, name)
+        if i and step <= table.states[i - 1][0]:
+            raise wrong(f"states[{i}].step", step, "after the one before it")
+    return replace(table, passes=_passes(data.object("passes"), layers, table))
+
+
+def _pass_columns(
+    passes: Sequence[tuple[str, PassRecord]], layers: Sequence[str]
+) -> dict[str, list[int | str | None]]:
+    """The passes as JSON has them: a column for each field; values that are not kept, as null."""
+    index = {name: i for i, name in enumerate(layers)}
+    records = [record for _, record in passes]
+    keys, values = [record.keys for record in records], [record.values for record in records]
+
+    def each(spans: Sequence[Span | None], name: str) -> list[int | str | None]:
+        return [None if span is None else getattr(span, name) for span in spans]
+
+    return {
+        "layer": [index[name] for name, _ in passes],
+        "step": [record.step for record in records],
+        "rows": [record.rows for record in records],
+        "block": [record.block for record in records],
+        "keys_offset": each(keys, "offset"),
+        "keys_xxh3": each(keys, "xxh3"),
+        "values_offset": each(values, "offset"),
+        "values_xxh3": each(values, "xxh3"),
+        "keys_encoding": each(keys, "encoding"),
+        "values_encoding": each(values, "encoding"),
+    }
+
+
+def _passes(
+    data: Fields, layers: Sequence[LayerSpec], table: SegmentTable
+) -> list[tuple[str, PassRecord]]:
+    """The passes, each inside its segment: its step, its block, and its bytes in the .bin file."""
+    count = len(data.items("layer"))
+    columns = {name: data.items(name) for name in _PASS_COLUMNS}
+    for name in _ENCODING_COLUMNS:  # not in version 1
+        columns[name] = data.items(name) if data.has(name) else [FLOAT32.name] * count
+    for name, column in columns.items():
+        if len(column) != count:
+            raise wrong(data.called(name), f"{len(column):,} long", f"as long as layer: {count:,}")
+    passes = []
+    for i in range(count):
+        fields = Fields({name: column[i] for name, column in columns.items()}, f"passes[{i}]")
+        spec = layers[fields.integer("layer", 0, len(layers) - 1)]
+        step = fields.integer("step", table.first_step, table.first_step + table.steps - 1)
+        block = fields.integer("block", table.first_block)
+        inside = block - table.first_block
+        rows = fields.integer("rows")
+        if inside >= len(table.block_rows) or table.block_rows[inside] != rows:
+            raise wrong(fields.called("block"), block, f"one of this segment's, of {rows:,} rows")
+        keys = _span(fields, "keys", rows, spec.d_in, table.bin_bytes)
+        values = None
+        if fields.has("values_offset"):
+            values = _span(fields, "values", rows, spec.d_out, table.bin_bytes)
+        passes.append((spec.name, PassRecord(table.number, step, rows, block, keys, values)))
+    return passes
+
+
+def _span(data: Fields, what: str, rows: int, d: int, most: int) -> Span:
+    offset = data.integer(f"{what}_offset")
+    try:
+        kind = encoding(data.get(f"{what}_encoding"))
+    except ValueError as error:
+        raise ValueError(f"{data.called(f'{what}_encoding')}: {error}") from None
+    nbytes = rows * kind.row_bytes(d)
+    if offset % ALIGNMENT or offset + nbytes > most:
+        must_be = f"a multiple of {ALIGNMENT}, {nbytes:,} bytes before the end of the .bin file"
+        raise wrong(data.called(f"{what}_offset"), offset, must_be)
+    return Span(offset, nbytes, data.text(f"{what}_xxh3"), kind.name)
+
+
+def _columns(data: Fields) -> dict[str, str]:
+    found = data.get("columns")
+    if not isinstance(found, dict):
+        raise wrong("columns", found, "an object")
+    for name, kind in found.items():
+        if not isinstance(kind, str) or kind not in TYPES or name in _RESERVED:
+            raise wrong(f"columns.{name}", kind, f"one of {', '.join(TYPES)}, of a user's column")
+    return dict(found)
+
+
+def _mark(data: Fields, layers: Sequence[LayerSpec]) -> tuple[str, InexactMark]:
+    name = data.text("layer")
+    if name not in {spec.name for spec in layers}:
+        raise wrong(data.called("layer"), name, "the name of a layer")
+    return name, InexactMark(data.integer("from_step"), data.text("reason"))
