@@ -13,6 +13,8 @@ import atexit
 import gc
 import json
 import os
+import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -21,11 +23,13 @@ import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
 SECONDS = 120
-_LIVES_ON = {"PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER"}
+# What nothing reads while it is imported.
+_OF_NO_MATTER = {"PYTEST_CURRENT_TEST", "PATH", "DUALFORM_TOKEN"}
 
 
 class Process:
@@ -112,28 +116,64 @@ class Process:
 
 
 class Origin:
-    """The process that has imported everything."""
+    """The process that has imported everything.
+
+    Attributes:
+        environment: As it was when it began.
+        commands: A folder for PATH, whose `dualform` is a fork of it too.
+    """
 
     def __init__(self) -> None:
         self.environment = _environment()
-        self._socket, theirs = socket.socketpair()
-        with theirs:
+        self.commands = Path(tempfile.mkdtemp(prefix="warm-"))
+        self._address = str(self.commands / "socket")
+        (self.commands / "dualform").write_text(_COMMAND % (sys.executable, self._address))
+        (self.commands / "dualform").chmod(0o755)
+        self._control, theirs = socket.socketpair()
+        with theirs, socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(self._address)
+            listener.listen(64)
+            handed = [theirs.fileno(), listener.fileno()]
             # Warnings at import are errors, as they are in a fresh process that runs the command.
             self._process = subprocess.Popen(
-                [sys.executable, "-W", "error::DeprecationWarning", __file__, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
+                [sys.executable, "-W", "error::DeprecationWarning", __file__, *map(str, handed)],
+                pass_fds=handed,
             )
         atexit.register(self.close)
 
     def close(self) -> None:
-        self._socket.close()
+        self._control.close()
         self._process.wait(10)
+        shutil.rmtree(self.commands)
 
     def ask(self, task: Sequence[str], streams: list[int]) -> None:
         """For a fork with these as standard output, standard error, and where its end is told."""
-        data = json.dumps([os.getcwd(), *task]).encode()
-        socket.send_fds(self._socket, [len(data).to_bytes(4, "big")], streams)
-        self._socket.sendall(data)
+        data = json.dumps([os.getcwd(), dict(os.environ), *task]).encode()
+        with socket.socket(socket.AF_UNIX) as asked:
+            asked.connect(self._address)
+            socket.send_fds(asked, [len(data).to_bytes(4, "big")], streams)
+            asked.sendall(data)
+
+
+_COMMAND = """#!%s -IS
+import json, os, signal, socket, sys
+end, theirs = socket.socketpair()
+asked = socket.socket(socket.AF_UNIX)
+asked.connect(%r)
+data = json.dumps([os.getcwd(), dict(os.environ), "dualform", *sys.argv[1:]]).encode()
+socket.send_fds(asked, [len(data).to_bytes(4, "big")], [1, 2, theirs.fileno()])
+asked.sendall(data)
+asked.close()
+theirs.close()
+child = int.from_bytes(end.recv(4), "big")
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, lambda number, frame: os.kill(child, number))
+status = int.from_bytes(end.recv(4), "big", signed=True)
+if status < 0:
+    signal.signal(-status, signal.SIG_DFL)
+    os.kill(os.getpid(), -status)
+sys.exit(status)
+"""
 
 
 @lru_cache(maxsize=1)
@@ -144,6 +184,11 @@ def _origin() -> Origin:
 def fits() -> bool:
     """Whether the environment is still what it was when the process began."""
     return _origin().environment == _environment()
+
+
+def commands() -> Path:
+    """A folder for PATH, whose `dualform` is such a process."""
+    return _origin().commands
 
 
 def start(task: str, *arguments: object, errors: IO[Any] | None = None) -> Process:
@@ -166,8 +211,25 @@ def run(task: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess([*map(str, arguments)], process.returncode, out, errors)
 
 
+def run_file(path: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Runs a program that lies in a file, whose own `dualform` are such processes too; a warning
+    ends it."""
+    return run(_FILE, commands() / "python", path, *arguments)
+
+
+_FILE = """
+import runpy, sys, warnings
+from pathlib import Path
+warnings.simplefilter("error")
+sys.executable = sys.argv.pop(1)  # whoever looks for `dualform` beside it finds that of PATH
+sys.argv.pop(0)
+sys.path.insert(0, str(Path(sys.argv[0]).parent))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 def _environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name not in _LIVES_ON}
+    return {name: value for name, value in os.environ.items() if name not in _OF_NO_MATTER}
 
 
 def _number(connection: socket.socket) -> int:
@@ -184,7 +246,7 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
     return data
 
 
-def _serve(connection: socket.socket) -> Callable[[], object]:
+def _serve(control: socket.socket, listener: socket.socket) -> Callable[[], object]:
     """In the process itself: what is to be done, in each fork of it."""
     from dualform.cli.interruption import load_engine
 
@@ -203,26 +265,33 @@ def _serve(connection: socket.socket) -> Callable[[], object]:
     gc.freeze()  # so that no collection in a fork touches, and copies, all that was imported
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who wait
     while True:
-        size, streams, _, _ = socket.recv_fds(connection, 4, 3)
-        if not size:
+        ready, _, _ = select.select([control, listener], [], [])
+        if control in ready:
             os._exit(0)
-        folder, task, *arguments = json.loads(_exactly(connection, int.from_bytes(size, "big")))
-        if not _fork():
-            connection.close()
-            _wait_for_a_fork(*streams)
-            torch.set_num_threads(1)  # the others do not survive a fork
-            os.chdir(folder)
-            if task == "dualform":
-                sys.argv = ["dualform", *arguments]
-                return program
-            sys.argv = ["-c", *arguments]
-            warnings.simplefilter("ignore")
-            code = compile(task, "<string>", "exec")
-            # As a program finds its own names: globals of `__main__`.
-            space = sys.modules["__main__"].__dict__
-            return lambda: exec(code, space)
-        for stream in streams:
-            os.close(stream)
+        with listener.accept()[0] as asked:
+            size, streams, _, _ = socket.recv_fds(asked, 4, 3)
+            request = json.loads(_exactly(asked, int.from_bytes(size, "big")))
+        if _fork():
+            for stream in streams:
+                os.close(stream)
+            continue
+        control.close()
+        listener.close()
+        _wait_for_a_fork(*streams)
+        torch.set_num_threads(1)  # the others do not survive a fork
+        folder, environment, task, *arguments = request
+        os.chdir(folder)
+        os.environ.clear()
+        os.environ.update(environment)
+        if task == "dualform":
+            sys.argv = ["dualform", *arguments]
+            return program
+        sys.argv = ["-c", *arguments]
+        warnings.simplefilter("ignore")
+        code = compile(task, "<string>", "exec")
+        # As a program finds its own names: globals of `__main__`.
+        space = sys.modules["__main__"].__dict__
+        return lambda: exec(code, space)
 
 
 def _wait_for_a_fork(out: int, errors: int, end: int) -> None:
@@ -253,4 +322,4 @@ def _fork() -> int:
 
 
 if __name__ == "__main__":
-    _serve(socket.socket(fileno=int(sys.argv[1])))()
+    _serve(*(socket.socket(fileno=int(number)) for number in sys.argv[1:]))()

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from soak.counts import count
 from synthetic import make_index
 
 from dualform.engine import Index
@@ -22,7 +23,7 @@ numbers = st.one_of(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=count(80, 10_000), deadline=None)
 @given(
     st.lists(st.one_of(numbers, st.just(math.nan), st.none()), min_size=1, max_size=30),
     st.lists(numbers, min_size=2, max_size=6, unique=True),
@@ -42,7 +43,7 @@ def test_floats_fall_where_numpy_puts_them(values: list[float | None], edges: li
             assert value < edges[code + 1] or value == edges[-1]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=count(80, 10_000), deadline=None)
 @given(
     st.lists(
         st.one_of(st.integers(-5, 12), st.integers(-(2**63), 2**63 - 1), st.none()),

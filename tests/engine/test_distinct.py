@@ -10,6 +10,7 @@ import pytest
 import reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from soak.counts import count
 from synthetic import make_index
 
 import dualform.index.build as index_build
@@ -71,7 +72,7 @@ def memories(draw: st.DrawFn) -> dict[str, object]:
     }
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=count(30, 3000), deadline=None)
 @given(memories())
 def test_any_split_keeps_the_best_row_of_each_value(case: dict) -> None:
     keys, k, order = case["keys"], case["k"], case["order"]

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from soak.counts import count
 
 from dualform.engine.memory.exact import ExactDots, error_bound
 
@@ -26,7 +27,7 @@ def keys_and_query(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
     return keys, draw(hnp.arrays(np.float32, d, elements=floats))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=count(100, 10_000), deadline=None)
 @given(keys_and_query())
 def test_any_floats(case: tuple[np.ndarray, np.ndarray]) -> None:
     keys, query = case

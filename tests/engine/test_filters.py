@@ -11,6 +11,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from soak.counts import count
 
 from dualform.engine.errors import CancelledError, InvalidArgumentError
 from dualform.engine.rows import bitmaps
@@ -106,7 +107,7 @@ def combine(children: st.SearchStrategy) -> st.SearchStrategy:
     )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=count(120, 20_000), deadline=None)
 @given(st.recursive(comparisons(), combine, max_leaves=6))
 def test_selects_what_sqlite_selects(case: tuple[pb.Filter, str]) -> None:
     where, text = case

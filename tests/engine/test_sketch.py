@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from soak.counts import count
 from synthetic import make_index
 
 from dualform.client import parse_filter
@@ -47,7 +48,7 @@ def cases(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return keys, queries.astype(np.float32), directions
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=count(100, 10_000), deadline=None)
 @given(cases(), st.sampled_from(["largest", "smallest", "absolute"]))
 def test_the_bound_holds(case: tuple[np.ndarray, np.ndarray, np.ndarray], order: str) -> None:
     keys, queries, directions = case
@@ -66,7 +67,7 @@ def test_the_bound_holds(case: tuple[np.ndarray, np.ndarray, np.ndarray], order:
     assert (bounds >= merits - size * 1e-13).all()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=count(40, 3000), deadline=None)
 @given(cases())
 def test_rho_is_at_least_the_rest(case: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
     keys, _, directions = case

@@ -10,6 +10,7 @@ import pytest
 import reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from soak.counts import count
 from synthetic import make_index
 
 from dualform.engine import Index
@@ -40,7 +41,7 @@ def memories(draw: st.DrawFn) -> dict[str, np.ndarray]:
     }
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=count(30, 3000), deadline=None)
 @given(memories(), st.sampled_from([3, 1000]), st.sampled_from([1, 40, 1 << 20]))
 def test_weights_are_the_nearest_float32(
     case: dict[str, np.ndarray], shard_rows: int, chunk_bytes: int

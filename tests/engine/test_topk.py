@@ -11,6 +11,7 @@ import reference
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from soak.counts import count
 from synthetic import make_index
 
 import dualform.index.build as index_build
@@ -60,7 +61,7 @@ def memories(draw: st.DrawFn) -> dict[str, object]:
     }
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=count(40, 3000), deadline=None)
 @given(memories())
 def test_any_split_equals_rational_arithmetic(case: dict) -> None:
     keys, queries, k, order = case["keys"], case["queries"], case["k"], case["order"]

@@ -12,6 +12,7 @@ import reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rows_read import rows_read
+from soak.counts import count
 from synthetic import make_index
 
 import dualform.index.build as index_build
@@ -66,7 +67,7 @@ def memories(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=count(25, 2000), deadline=None)
 @given(memories())
 def test_equals_rational_arithmetic(case: dict[str, Any]) -> None:
     keys, queries, k, order = case["keys"], case["queries"], case["k"], case["order"]

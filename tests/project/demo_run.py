@@ -11,6 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+import warm
+
 ROOT = Path(__file__).resolve().parents[2]
 DUALFORM = Path(sys.executable).with_name("dualform")
 
@@ -24,12 +27,9 @@ class Demo:
 
 
 def run_demo(folder: Path) -> Demo:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "digits_demo.py"), str(folder)],
-        capture_output=True,
-        text=True,
-        cwd=folder.parent,
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder.parent)
+        done = warm.run_file(ROOT / "examples" / "digits_demo.py", folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return Demo(folder, done.stdout)
 

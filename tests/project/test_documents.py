@@ -10,15 +10,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import warm
 
 from dualform.optimizers import FAMILIES
-
-from .demo_run import DUALFORM
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNNABLE = [
@@ -41,7 +38,8 @@ DOCUMENTS = sorted(
 )
 
 DRIVER = """
-import json, pathlib, re, subprocess, sys, time
+import json, pathlib, re, subprocess, sys, time, warnings
+warnings.simplefilter("error")
 blocks = json.loads(pathlib.Path("blocks.json").read_text())
 space, address, server = {"__name__": "__main__"}, "localhost:50051", None
 try:
@@ -74,20 +72,13 @@ def blocks(text: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("name", RUNNABLE)
-def test_its_code_runs_in_order(name: str, tmp_path: Path) -> None:
+def test_its_code_runs_in_order(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     todo = blocks((ROOT / name).read_text())
     assert todo
     (tmp_path / "blocks.json").write_text(json.dumps(todo))
-    (tmp_path / "driver.py").write_text(DRIVER)
-    path = os.pathsep.join([str(DUALFORM.parent), os.environ["PATH"]])
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "driver.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        # One thread: the examples are small, and cores may be few and busy.
-        env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"},
-    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{warm.commands()}{os.pathsep}{os.environ['PATH']}")
+    done = warm.run(DRIVER)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("--- block") == len(todo)
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import warm
 
 from dualform.store.recording import Recording
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENTS = ROOT / "experiments"
+COMMAND = EXPERIMENTS / "language_model.py"
 sys.path.insert(0, str(EXPERIMENTS))
 
 from runner import lm_ask, lm_config, lm_text, lm_train  # noqa: E402
@@ -114,9 +115,8 @@ def test_scores_are_those_of_all_stored_keys(name: str, tmp_path: Path, data_dir
 
 
 def test_the_command_leaves_what_people_look_at(tmp_path: Path, data_dir: Path) -> None:
-    command = [sys.executable, EXPERIMENTS / "language_model.py", EXPERIMENTS / "aesop_lm.yaml"]
-    command += ["--data", data_dir, "--out", tmp_path, "--variant", "tiny"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    words = ["--data", data_dir, "--out", tmp_path, "--variant", "tiny"]
+    done = warm.run_file(COMMAND, EXPERIMENTS / "aesop_lm.yaml", *words)
     assert done.returncode == 0, done.stderr
     assert "\033[7m" in done.stdout
     found = json.loads((tmp_path / "lm_aesop.json").read_text())
@@ -129,8 +129,7 @@ def test_the_command_leaves_what_people_look_at(tmp_path: Path, data_dir: Path) 
 
 
 def test_an_unknown_variant_is_refused(tmp_path: Path) -> None:
-    command = [sys.executable, EXPERIMENTS / "language_model.py", EXPERIMENTS / "aesop_lm.yaml"]
-    command += ["--data", tmp_path, "--out", tmp_path, "--variant", "huge"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    words = ["--data", tmp_path, "--out", tmp_path, "--variant", "huge"]
+    done = warm.run_file(COMMAND, EXPERIMENTS / "aesop_lm.yaml", *words)
     assert done.returncode == 2
     assert "there are scaled, full, tiny" in done.stderr

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import pytest
+import warm
 from PIL import Image
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "walkthrough.py"
 
 
-def test_it_runs_and_leaves_its_figures(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(SCRIPT)], cwd=tmp_path, capture_output=True, text=True
-    )
+def test_it_runs_and_leaves_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = warm.run_file(SCRIPT)
     assert done.returncode == 0, done.stdout + done.stderr
     told = re.search(r"shows digit (\d), the network says (\d)\.", done.stdout)
     assert told is not None

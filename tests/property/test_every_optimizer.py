@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
+from soak.counts import count
 from torch import nn
 
 from dualform.engine import Index, verify_index
@@ -146,7 +147,7 @@ class Loop:
 HAPPENS = [*["nothing"] * 6, "frozen", "left out", "group", "overflow"]
 
 
-@settings(max_examples=60, deadline=None, phases=WITHOUT_EXPLAIN)
+@settings(max_examples=count(20, 1500), deadline=None, phases=WITHOUT_EXPLAIN)
 @given(optimizers(), st.data())
 def test_parts_and_remainder_are_the_layer(
     optimizer: tuple[str, dict[str, Any]], data: st.DataObject

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from soak.counts import count
 from torch import nn
 
 from dualform.optimizers import SGDSettings
@@ -140,7 +141,7 @@ def train(run: Run, foreach: bool) -> Trained:
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=count(80, 6000), deadline=None)
 @given(runs(), st.booleans(), st.data())
 def test_coefficients_agree_with_sgd(run: Run, foreach: bool, data: st.DataObject) -> None:
     trained = train(run, foreach)
@@ -160,7 +161,7 @@ def test_coefficients_agree_with_sgd(run: Run, foreach: bool, data: st.DataObjec
             assert error <= TOLERANCE * np.linalg.norm(expected), (name, first, at_step)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=count(40, 3000), deadline=None)
 @given(runs(), st.data())
 def test_what_follows_does_not_change_what_was(run: Run, data: st.DataObject) -> None:
     """The coefficients at a step are those of a training that ended there."""

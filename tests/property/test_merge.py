@@ -14,6 +14,7 @@ import reference
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from soak.counts import count
 from synthetic import make_index
 
 from dualform.engine import Index
@@ -178,7 +179,7 @@ def check_hits(
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=count(15, 1000), deadline=None)
 @given(memory=memories(nonfinite=True), data=st.data())
 def test_top_k(order: str, memory: Memory, data: st.DataObject) -> None:
     k = data.draw(st.sampled_from([1, 3, 100]), "k")
@@ -204,7 +205,7 @@ def test_top_k(order: str, memory: Memory, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=count(8, 300), deadline=None)
 @given(memory=memories(), data=st.data())
 def test_top_k_by_contribution(order: str, memory: Memory, data: st.DataObject) -> None:
     rng = memory.rng
@@ -223,7 +224,7 @@ def test_top_k_by_contribution(order: str, memory: Memory, data: st.DataObject) 
     check_hits(hits, scores, memory, ranking, ranking.grouping is not None)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=count(25, 2000), deadline=None)
 @given(memory=memories(), data=st.data())
 def test_sums_counts_and_key_sums(memory: Memory, data: st.DataObject) -> None:
     column = data.draw(st.sampled_from(["label", "example", "noise"]), "column")
@@ -257,7 +258,7 @@ def test_sums_counts_and_key_sums(memory: Memory, data: st.DataObject) -> None:
     assert len(values) == sums.shape[1] == len(counts) == len(key_sums)  # type: ignore
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=count(20, 1000), deadline=None)
 @given(memory=memories(), data=st.data())
 def test_outputs(memory: Memory, data: st.DataObject) -> None:
     kind = data.draw(st.sampled_from(["whole", "live", "known"]), "kind")
@@ -288,7 +289,7 @@ def test_outputs(memory: Memory, data: st.DataObject) -> None:
         assert np.all(np.abs(found[:, g] - total) <= 1e-6 * (size @ np.abs(values)))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=count(20, 1000), deadline=None)
 @given(memory=memories(), data=st.data())
 def test_sums_of_contributions(memory: Memory, data: st.DataObject) -> None:
     bias, live = data.draw(st.booleans(), "bias"), data.draw(st.booleans(), "live")
@@ -324,7 +325,7 @@ def test_sums_of_contributions(memory: Memory, data: st.DataObject) -> None:
         assert np.all(np.abs(found[:, number] - total) <= 1e-6 * size)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=count(12, 600), deadline=None)
 @given(memory=memories(), data=st.data())
 def test_sums_over_distinct_keys(memory: Memory, data: st.DataObject) -> None:
     """Two parts of a memory, each of which knows which of its own keys are equal."""
@@ -355,7 +356,7 @@ def test_sums_over_distinct_keys(memory: Memory, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=count(8, 300), deadline=None)
 @given(memory=memories(), data=st.data())
 def test_an_index_its_shards_and_what_is_not_in_it(
     order: str, memory: Memory, data: st.DataObject

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
+from soak.counts import count
 from synthetic import make_index
 
 from dualform.client import parse_filter
@@ -16,7 +17,7 @@ from dualform.engine import Index
 from dualform.engine.errors import InvalidArgumentError
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=count(15, 1000), deadline=None)
 @given(st.data())
 def test_strategies_agree_with_float64(data: st.DataObject) -> None:
     rows = data.draw(st.integers(1, 120), "rows")

@@ -24,6 +24,7 @@ import pytest
 import torch
 from hypothesis import Phase, event, given, settings
 from hypothesis import strategies as st
+from soak.counts import count
 
 from dualform.client import parse_filter
 from dualform.engine import DualOutput, Index
@@ -85,7 +86,7 @@ def filters(draw: st.DrawFn, steps: int) -> Filter:
 
 
 @settings(
-    max_examples=100,
+    max_examples=count(25, 1500),
     deadline=None,
     phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],
 )

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from soak.counts import count
 from torch import nn
 
 from dualform.record import Recorder
@@ -353,7 +354,7 @@ def verdict(x: torch.Tensor, e: torch.Tensor, grad: torch.Tensor, seed: int) -> 
     return check.weight(grad, watch, check.sides([item]))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=count(40, 3000), deadline=None)
 @given(
     rows=st.integers(1, 300),
     d_in=st.integers(1, 80),
