@@ -10,6 +10,7 @@
     python -m benchmarks memory      what the server holds at its peak, question by question
     python -m benchmarks refused     what the server keeps of requests that it refused
     python -m benchmarks answers     sums, outputs, gRPC on top, and how top-k grows with the memory
+    python -m benchmarks gpu         a GPU beside its memory, FAISS alone and the CPU
     python -m benchmarks ratios      what the above wrote beside the key ratios in ratios.json
 
 Each says with --help what it takes. OpenMP's wait policy is set here, before torch is imported.
@@ -34,6 +35,7 @@ NAMES = (
     "load",
     "memory",
     "refused",
+    "gpu",
     "ratios",
 )
 

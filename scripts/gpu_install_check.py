@@ -7,6 +7,7 @@ what it found, one line each, and ends with status 1 where something is wrong.
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 import tempfile
 from importlib.metadata import PackageNotFoundError, version
@@ -29,6 +30,7 @@ ROWS, WIDTH, STEPS, K = 64, 16, 10, 5
 
 def main() -> None:
     """Check the packages, FAISS's GPU part and one answer."""
+    logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
     print(f"faiss-gpu {version('faiss-gpu')} beside torch {torch.__version__}")
     with contextlib.suppress(PackageNotFoundError):
         sys.exit(f"faiss-cpu {version('faiss-cpu')} is installed too: both own the module faiss")
@@ -46,7 +48,7 @@ def main() -> None:
             sys.exit("no GPU, and yet GpuIndexFlatIP could be made")
     with tempfile.TemporaryDirectory() as folder:
         answers_as_float64(Path(folder))
-    print(f"the engine answered on the CPU ({gpus} GPUs): the {K} best rows are float64's")
+    print(f"the engine answered with {gpus} GPUs: the {K} best rows are float64's")
 
 
 def answers_as_float64(folder: Path) -> None:
@@ -62,8 +64,8 @@ def answers_as_float64(folder: Path) -> None:
             optimizer.step()
     build_index(folder / "run", folder / "index")
     query = torch.randn(1, WIDTH, generator=generator).numpy()
-    with Index.open(folder / "index", device="cpu") as index:
-        hits = index.top_k("0", query, K, strategy="flat")
+    with Index.open(folder / "index", device="auto") as index:  # the CPU, where there is no GPU
+        hits = index.top_k("0", query, K)
     scores = batches.reshape(-1, WIDTH).double().numpy() @ query[0].astype(np.float64)
     best = np.argsort(-scores)[:K]
     if hits.rows[0].tolist() != best.tolist():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -146,10 +147,13 @@ class Devices:
             return cls()
         there = gpu.gpus()
         if names == "auto":
-            why = gpu.without_faiss() if there else "torch finds no GPU"
+            why = gpu.without_faiss(there - 1) if there else "torch finds no GPU"
             if why is not None:
-                if there:
-                    LOG.warning("%d GPU(s) are not used, the CPU answers: %s", there, why)
+                LOG.log(
+                    logging.WARNING if there else logging.INFO,
+                    "no GPU is used, the CPU answers: %s",
+                    why,
+                )
                 return cls(why=why)
             names = tuple(f"cuda:{number}" for number in range(there))
         for name in names:
@@ -158,10 +162,11 @@ class Devices:
                     f"device is {name}, but torch finds {there or 'no'} GPU{'s' * (there > 1)}; "
                     f"allowed are {DEVICE_WORDS}"
                 )
-        if (why := gpu.without_faiss()) is not None:
+        numbers = [int(name.partition(":")[2]) for name in names]
+        if (why := gpu.without_faiss(max(numbers))) is not None:
             raise ValueError(f"device is {', '.join(names)}, but {why}; or use device: cpu")
         try:
-            found = [gpu.Gpu(int(name.partition(":")[2])) for name in names]
+            found = [gpu.Gpu(number) for number in numbers]
         except RuntimeError as error:  # such as in a forked process
             LOG.warning("no GPU is used, the CPU answers: %s", error)
             return cls(why=f"{', '.join(names)} can't be used: {error}")

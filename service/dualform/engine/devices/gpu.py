@@ -77,8 +77,11 @@ def gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def without_faiss() -> str | None:
-    """Why the FAISS that is installed can't search on a GPU; None where it can."""
+def without_faiss(last: int = 0) -> str | None:
+    """Why the FAISS that is installed can't search on GPUs up to this number; None where it can.
+
+    Asked before FAISS is: it ends the process where it meets a GPU that it can't use.
+    """
     try:
         import faiss
     except ImportError as error:
@@ -86,4 +89,8 @@ def without_faiss() -> str | None:
     if not hasattr(faiss, "StandardGpuResources"):
         return "the FAISS that is installed has no GPU part: install [gpu] in place of [cpu]"
     found = faiss.get_num_gpus()
-    return None if found else "FAISS finds no GPU, where torch does"
+    if found > last:
+        return None
+    return (
+        f"FAISS finds {found} GPUs, where torch finds {gpus()}: its CUDA 12 may need a newer driver"
+    )

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dualform.engine.api.index import Index
+from dualform.engine.devices.held import STAGING_BYTES
 from dualform.engine.groups import attributed, ranked
 from dualform.engine.memory.layer import Layer
 from dualform.engine.memory.shards import TILE_BYTES, tile_rows
@@ -61,15 +62,20 @@ _METRIC = 48
 _METRIC_ROW = 240
 
 
+# Of a row that devices take part in: which there are, their groups and coefficients.
+_DEVICE_ROW = 64
+
+
 def of_rows(index: Index, question: RowsQuestion) -> int:
     """For a TopKQuestion, TopGroupsQuestion, SumsQuestion or OutputQuestion."""
     layer, n = index.layer(question.layer), len(question.queries)
     if index.machines:
         return _merging(index, layer, question)
     if isinstance(question, TopGroupsQuestion):
-        return _top_groups(index, layer, question)
+        return _top_groups(index, layer, question) + _by_devices(index, layer)
     groups = index.group_count(question.layer, question.group_by)
     size = _CALL + _queries(layer, n) + _selection(layer, question.where, question.group_by)
+    size += _by_devices(index, layer)
     if isinstance(question, TopKQuestion):
         if question.distinct is not None:
             size += _ROW * layer.rows
@@ -143,6 +149,7 @@ def of_explain(index: Index, question: ExplainQuestion) -> int:
             work += _output(index, layer, n, groups, column is not None)
             answer += 8 * n * layer.d_out * (groups + 2)
         kept += answer
+        work += _by_devices(index, layer)
         most = max(most, _queries(layer, n) + _selection(layer, question.where, column) + work)
     return _CALL + most + kept
 
@@ -210,6 +217,12 @@ def _asked_one_by_one(
             yield layer, OutputQuestion(name, queries, group_by=column)
 
 
+def _by_devices(index: Index, layer: Layer) -> int:
+    """What devices take of the host's memory: rows that are brought to each go through buffers."""
+    places = len(index.devices.working())
+    return places * (2 * STAGING_BYTES + _DEVICE_ROW * layer.rows)
+
+
 def _queries(layer: Layer, n: int) -> int:
     return _QUERY * 4 * n * layer.d_in
 
@@ -243,7 +256,9 @@ def _pairs(layer: Layer, n: int) -> int:
 def _top_k(layer: Layer, n: int, groups: int, k: int) -> int:
     block = min(n, block_queries(layer.rows, groups, k))
     kept = 2 * block * min(layer.rows, candidates(groups, k)) + COMPRESS_AT
-    proposals = block * (k + 32) * len(layer.shards) if k <= 2048 else 0
+    # FAISS's of each shard, or a device's: twice an eighth more, where both ends are asked for.
+    each = max((k + 32) * len(layer.shards), 2 * (k + k // 8 + 32))
+    proposals = block * each if k <= 2048 else 0
     bounds = 20 * min(SPAN, block * layer.rows)
     hits = n * groups * k
     return (
