@@ -12,13 +12,15 @@ import pytest
 import torch
 
 from dualform.client import AsyncClient, InvalidArgumentError, NotFoundError
-from dualform.explore import Model, View, load_model
+from dualform.explore import Model, View, load_model, sections
 from dualform.explore.answers import Answer, Groups, Output, Parts, Refused
-from dualform.explore.asking import Asker, answer
+from dualform.explore.asking import GROUPS_SHOWN, Asker, answer
 from dualform.explore.browsing import PER_PAGE, offered
 from dualform.explore.keys import key_of
 from dualform.explore.payloads import Nothing, Picture, Text
 from dualform.explore.queries import Uploads, query_of
+from dualform.index import build_index
+from dualform.record import Recorder
 
 from .memory import STEPS, TEXTS, Digits, a_picture, batches, write_model
 
@@ -171,6 +173,37 @@ def test_a_text_has_its_tokens_weighed(reader: AsyncClient, texts: Path) -> None
         assert each.text.tokens[-1].score is None
     assert found.column == ""
     assert found.groups is None
+
+
+def test_a_great_many_classes_and_a_very_long_text(tmp_path: Path) -> None:
+    """100,000 classes, 10 MB of text, and examples of which nothing was kept."""
+    rows, text = 100_000, "it was a dark night; " * 500_000
+    layer = torch.nn.Linear(3, 2)
+    model = torch.nn.Sequential(layer)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    keys = torch.from_numpy(np.random.default_rng(5).standard_normal((rows, 3)).astype(np.float32))
+    with Recorder(model, optimizer, tmp_path / "recording") as recorder:
+        for ids in torch.arange(rows).split(20_000):
+            recorder.annotate(label=ids, example=ids)
+            optimizer.zero_grad()
+            model(keys[ids]).square().sum().backward()
+            optimizer.step()
+        best = int((keys.double() @ keys[7].double()).argmax())
+        recorder.add_examples([best], [text])
+    build_index(tmp_path / "recording", tmp_path / "index")
+    client = AsyncClient.local(tmp_path / "index")
+    view = View(index="many", layer="0", example=7)
+    found = ask(client, view)
+    assert isinstance(found.groups, Groups)
+    assert found.groups.more
+    assert len(found.groups.groups) == GROUPS_SHOWN
+    assert found.parts is None
+    assert not isinstance(found.by_weight, Refused)
+    assert found.by_weight[0].example == best
+    assert found.by_weight[0].payload == Text(text)
+    assert isinstance(found.by_weight[1].payload, Nothing)
+    assert len(sections.whole(found, view, "1")) < 100_000
+    asyncio.run(client.close())
 
 
 def test_examples_are_offered_by_pages(

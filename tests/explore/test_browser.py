@@ -237,6 +237,14 @@ def test_a_text_shows_which_tokens_it_was(page: Page, address: str) -> None:
     with shown(page):
         page.get_by_label("id of a training example").press("Enter")
     expect(page.get_by_role("heading", name="Example text 05")).to_be_visible()
+    expect(page.get_by_role("link", name="ask about position 22")).to_have_attribute(
+        "aria-current", "true"
+    )
+    before = values(page, ".output", 1)
+    with shown(page):
+        page.get_by_role("link", name="ask about position 3", exact=True).click()
+    expect(page.locator(".query")).to_contain_text("position 3")
+    assert values(page, ".output", 1) != before
     texts = page.locator(".cards.weight .text").all_inner_texts()
     assert texts
     assert set(texts) <= set(TEXTS)

@@ -104,13 +104,13 @@ def payload(
     if text is not None:
         return f'<p class="text">{tokens(text)}</p>'
     shown = what.text[:MOST_LETTERS]
-    return f'<p class="text">{escape(shown)}{_left_out(len(what.text) - len(shown))}</p>'
+    return f'<p class="text">{escape(shown)}{left_out(len(what.text) - len(shown))}</p>'
 
 
 def tokens(text: Marked) -> str:
     """A text whose tokens are as strong as their scores; a screen reader hears the strong ones."""
     inner = "".join(_token(each, text.strongest) for each in text.tokens)
-    return _left_out(text.before) + inner + _left_out(text.after)
+    return left_out(text.before) + inner + left_out(text.after)
 
 
 def _token(each: Token, strongest: float) -> str:
@@ -125,5 +125,6 @@ def _token(each: Token, strongest: float) -> str:
     return f'<mark class="{side}" style="{strength}" title="{number(each.score)}">{shown}</mark>'
 
 
-def _left_out(letters: int) -> str:
+def left_out(letters: int) -> str:
+    """How much of a text is not shown."""
     return f'<span class="left-out"> … {letters:,} letters … </span>' if letters > 0 else ""

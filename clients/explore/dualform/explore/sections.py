@@ -9,7 +9,7 @@ from html import escape
 from dualform.client import IndexInfo, LayerInfo
 from dualform.explore.answers import Answer, Behind, Groups, Output, Parts, Query, Refused
 from dualform.explore.browsing import PER_PAGE, Offered
-from dualform.explore.markup import bar, link, named, number, payload, refused, table
+from dualform.explore.markup import bar, left_out, link, named, number, payload, refused, table
 from dualform.explore.view import View, asked_about, without
 
 
@@ -69,11 +69,28 @@ def query(what: Query, view: View, version: str) -> str:
     """What is asked about."""
     title = "The query" if what.example is None else f"Example {named(what.example)}"
     shown = ""
-    if what.payload is not None:
+    if what.text is not None and what.places:
+        shown = f'<p class="text">{_places(what, view)}</p>'
+    elif what.payload is not None:
         shown = payload(what.payload, what.example, view.index, version, what.text)
     said = [f"{escape(name)} {named(value)}" for name, value in _telling(what.columns)]
     line = f'<p class="said">{", ".join(said)}</p>' if said else ""
     return f"<h2>{title}</h2>{shown}{line}<p class='said'>{escape(what.said)}</p>"
+
+
+def _places(what: Query, view: View) -> str:
+    """A text whose tokens lead to the same question about their own place."""
+    assert what.text is not None
+    there, here = set(what.places), what.columns.get("position")
+    pieces = []
+    for each in what.text.tokens:
+        if each.place not in there:
+            pieces.append(escape(each.text))
+            continue
+        asked = replace(view, place=each.place, unit=None)
+        said = f"ask about position {each.place}"
+        pieces.append(link(asked, escape(each.text), said=said, current=each.place == here))
+    return left_out(what.text.before) + "".join(pieces) + left_out(what.text.after)
 
 
 def output(what: Output | Refused, title: str, view: View) -> str:
