@@ -92,6 +92,44 @@ class Twice(nn.Module):
         return found
 
 
+class Experts(nn.Module):
+    """Two of three experts for each token, their weights in one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(3, 8, 6) / 2)
+        self.down_proj = nn.Parameter(torch.randn(3, 6, 4) / 2)
+        self.act_fn = nn.SiLU()
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        found = torch.zeros_like(hidden_states)
+        for expert in range(3):
+            tokens, places = torch.where(top_k_index == expert)
+            if len(tokens):
+                gate, up = F.linear(hidden_states[tokens], self.gate_up_proj[expert]).chunk(2, -1)
+                x = F.linear(self.act_fn(gate) * up, self.down_proj[expert])
+                found.index_add_(0, tokens, x * top_k_weights[tokens, places, None])
+        return found
+
+
+class Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.router = nn.Linear(6, 3)
+        self.experts = Experts()
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = self.first(x.reshape(-1, 5, 6)).reshape(-1, 6)
+        weights, index = torch.softmax(self.router(flat), -1).topk(2, -1)
+        x = (flat + self.experts(flat, index, weights)).reshape(-1, 5, 6)
+        found: torch.Tensor = self.head(x.mean(1))
+        return found
+
+
 def images() -> torch.Tensor:
     return torch.randn(EXAMPLES, 30)
 
@@ -106,6 +144,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = {
     "gru": (lambda: Recurrent(GRU), tokens),
     "attention": (Attention, tokens),
     "twice": (Twice, images),
+    "experts": (Routed, images),
 }
 
 
@@ -158,6 +197,8 @@ def test_the_scores_are_tracins(case: str, tmp_path: Path) -> None:
 
     names = dict(model.named_parameters())
     covered = {name for name in names if name.rpartition(".")[0].startswith(tuple(layers))}
+    if case == "experts":
+        covered = set(names)
     if case == "attention":
         covered = {"look.weight", "mix.weight", "mix.bias", *(n for n in names if "attend" in n)}
     for number in range(3):

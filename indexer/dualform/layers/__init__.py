@@ -7,6 +7,7 @@ A kind registers itself as its file is imported, which happens here and nowhere 
 from dualform.layers import attention as _attention  # noqa: F401
 from dualform.layers import convolution as _convolution  # noqa: F401
 from dualform.layers import embedding as _embedding  # noqa: F401
+from dualform.layers import experts as _experts  # noqa: F401
 from dualform.layers import linear as _linear  # noqa: F401
 from dualform.layers import transposed as _transposed  # noqa: F401
 from dualform.layers.base import (
@@ -17,6 +18,7 @@ from dualform.layers.base import (
     UnsupportedModuleError,
     bare,
     layers_of,
+    module_of,
     why_not,
 )
 from dualform.layers.gru import GRU
@@ -33,5 +35,6 @@ __all__ = [  # noqa: RUF022
     "UnsupportedModuleError",
     "bare",
     "layers_of",
+    "module_of",
     "why_not",
 ]

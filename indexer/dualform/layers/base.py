@@ -36,12 +36,15 @@ class Use(NamedTuple):
             none to be found.
         values: Its gradient as [..., d_out] in the order of the keys; of `units`, where given.
         units: The output units that the product gives; the others' values are zero. None for all.
+        among: Where the keys are some of the rows of a larger shape: the leading axes that give a
+            row its place, and which of those rows, int64 ascending. None where `keys` has them.
     """
 
     keys: torch.Tensor
     node: Node | None
     values: Callable[[torch.Tensor], torch.Tensor]
     units: slice | None = None
+    among: tuple[tuple[int, ...], torch.Tensor] | None = None
 
 
 class ShapeError(DualformError, ValueError):
@@ -61,6 +64,7 @@ class LayerKind(ABC):
         parts: Names of the submodules that it consists of, in the order of their columns in W;
             they are recorded as this layer, not as layers of their own.
         host: The module that multiplies by the weight without calling the layer's own, if one does.
+        holder: The module that holds the weight, where it is several layers and none is called so.
         weight_name: What the module calls its weight.
         bias_name: What it calls its bias, if it can have one.
         one_hot: Keys have a single 1: where, is what is kept of them.
@@ -71,6 +75,7 @@ class LayerKind(ABC):
     parts: ClassVar[tuple[str, ...]] = ()
     registry: ClassVar[list[type[LayerKind]]] = []
     host: nn.Module | None = None
+    holder: nn.Module | None = None
     weight_name: ClassVar[str] = "weight"
     bias_name: ClassVar[str] = "bias"
     one_hot: ClassVar[bool] = False
@@ -93,6 +98,11 @@ class LayerKind(ABC):
     def inside(cls, module: nn.Module) -> Mapping[str, LayerKind]:
         """Kinds of submodules, by their names in a module that multiplies by their weights without
         calling them."""
+        return {}
+
+    @classmethod
+    def pieces(cls, module: nn.Module) -> Mapping[str, LayerKind]:
+        """The kinds of the layers that a module is, where it is several, by their names in it."""
         return {}
 
     @classmethod
@@ -155,6 +165,10 @@ class ProductKind(LayerKind):
     def weight_2d(self, weight: torch.Tensor) -> torch.Tensor:
         """The weight, or its gradient or a buffer of its shape, as [d_out, d_in]; a view where that
         is possible, and the tensor itself where it is so already."""
+        return weight
+
+    def part(self, weight: torch.Tensor) -> torch.Tensor:
+        """What of a weight, or of its gradient, is this layer's: all of it, nearly always."""
         return weight
 
     def matrix(self, module: nn.Module) -> torch.Tensor:
@@ -286,11 +300,18 @@ def layers_of(model: nn.Module) -> dict[str, LayerKind]:
         for which in LayerKind.registry:
             kinds = which.inside(module)
             inside.update({part_name(name, part): kind for part, kind in kinds.items()})
+            pieces = which.pieces(module)
+            found.update({part_name(name, piece): kind for piece, kind in pieces.items()})
         kind = inside.get(name) or LayerKind.of(module)
         if kind is not None:
             found[name] = kind
     parts = {part_name(name, part) for name, kind in found.items() for part in kind.parts}
     return {name: kind for name, kind in found.items() if name not in parts}
+
+
+def module_of(model: nn.Module, name: str, kind: LayerKind) -> nn.Module:
+    """The module that holds a layer's weight."""
+    return model.get_submodule(name) if kind.holder is None else kind.holder
 
 
 def part_name(name: str, part: str) -> str:

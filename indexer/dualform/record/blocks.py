@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -77,7 +78,7 @@ class StepBlocks:
         if choice.told:
             self.told.add(layer)
         kept = choice.kept
-        number = self._number(layer, item, kept)
+        number = self._number(layer, item, _places(item, kept))
         if kept is not None:
             if not len(kept):
                 return None
@@ -107,14 +108,22 @@ class StepBlocks:
     def _block(self, item: Pass, kept: np.ndarray | None) -> Block:
         found = self._columns[id(item.annotation)][item.leading]
         columns = {name: values for name, values in found.items() if name != ROWS}
+        rows = math.prod(item.leading)
         if kept is not None:
             columns = {
-                name: values if len(values) == 1 else each(values, item.rows)[kept]
+                name: values if len(values) == 1 else each(values, rows)[kept]
                 for name, values in columns.items()
             }
         if item.use is not None:
             columns[USE] = np.array([item.use], object)
         return Block(self._step, item.leading, columns, kept)
+
+
+def _places(item: Pass, kept: np.ndarray | None) -> np.ndarray | None:
+    """Which of the rows of a pass's shape are kept, None for all of them."""
+    if item.places is None:
+        return kept
+    return item.places if kept is None else np.asarray(item.places[kept])
 
 
 def rows_bytes(passes: Sequence[Pass], values: bool) -> int:

@@ -255,14 +255,18 @@ class LayerCapture:
         self._attach_to(trained)
         annotations = tape.annotations
         said = watched.use if watched.use and annotations.leaves(USE) else None
-        leading = tuple(use.keys.shape)[:-1]
+        leading = shape = tuple(use.keys.shape)[:-1]
+        if use.among is not None:
+            leading = use.among[0]
         width, dtype = self.spec.d_in, _key_dtype(use.keys, output, use.node)
         if watched.kind.one_hot:
             width, dtype = watched.kind.shape(watched.module)[0], PLACES
-        key = tape.pool.take(math.prod(leading), width, dtype)
+        key = tape.pool.take(math.prod(shape), width, dtype)
         key.copy(use.keys)
         made = LookedUp if watched.flipped else Pass
         item = made(next(tape.numbers), annotations.current, leading, key, said)
+        if use.among is not None:
+            item.places = use.among[1].cpu().numpy()
 
         # Not the use itself: its node would hold a hook that holds the node, and so the graph.
         values, units = use.values, use.units

@@ -26,12 +26,23 @@ class Pass:
         annotation: What was annotated when it ran.
         leading: Shape of the keys without their last axis.
         use: What column `use` says of its rows, if anything.
+        places: int64, ascending: which of the rows that `leading` has these are; None for all.
         rows: How many rows.
         key: [rows, d_in], as the product had them; None once the step has taken it.
         value: [rows, d_out], raw (-dL/dy), likewise; None until it is committed.
     """
 
-    __slots__ = ("__weakref__", "annotation", "key", "leading", "number", "rows", "use", "value")
+    __slots__ = (
+        "__weakref__",
+        "annotation",
+        "key",
+        "leading",
+        "number",
+        "places",
+        "rows",
+        "use",
+        "value",
+    )
 
     def __init__(
         self,
@@ -45,6 +56,7 @@ class Pass:
         self.annotation = annotation
         self.leading = leading
         self.use = use
+        self.places: np.ndarray | None = None
         self.rows = len(key.stored)
         self.key: Buffer | None = key
         self.value: Buffer | None = None

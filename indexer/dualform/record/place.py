@@ -26,6 +26,8 @@ class LayerPlace:
     def __init__(self, root: nn.Module, spec: LayerSpec, kind: ProductKind, module: nn.Module):
         self._root = root
         self._path = spec.name.split(".") if spec.name else []
+        if kind.holder is not None:  # the module is several layers
+            self._path = self._path[:-2]
         self._kind = kind
         self._module = module
         weight, _ = self.parameters()

@@ -4,7 +4,7 @@ At the end of a backward every rank's gradient becomes the mean of all ranks'. S
 up to what its own backwards brought, before the mean was taken: that is tested, without a word to
 the other ranks. The step's gradient is the mean of what all ranks' rows add up to, times what was
 done to it since, such as clipping: that factor is measured on the mean
-(docs/decisions/0023-ranks.md).
+(docs/decisions/0027-ranks.md).
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class RankWatch(GradientWatch):
     The sample is of the mean, as soon as there is one.
 
     Args:
-        shape: Of the parameter.
+        shape: As `GradientWatch`'s, and `part`.
         probe: The product with the check's private vectors that the rows are held against.
 
     Attributes:
@@ -114,8 +114,13 @@ class RankWatch(GradientWatch):
             it was zeroed.
     """
 
-    def __init__(self, shape: torch.Size, probe: Callable[[torch.Tensor], float]) -> None:
-        super().__init__(shape)
+    def __init__(
+        self,
+        shape: torch.Size,
+        probe: Callable[[torch.Tensor], float],
+        part: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
+        super().__init__(shape, part)
         self._probe = probe
         self.brought = self._before = 0.0
         self._norm: float | None = None
@@ -143,7 +148,7 @@ class RankWatch(GradientWatch):
         if grad is not None:
             super().accumulated(grad)
             # Where the sampled elements are zero, as of ids that nobody looked up, the norm tells.
-            self._norm = None if self.sampled(grad) else _norm(grad)
+            self._norm = None if self.sampled(grad) else self._norm_of(grad)
 
     def factor(self, grad: torch.Tensor) -> tuple[float, str | None]:
         """What the mean was multiplied by since, and what is wrong, as `Verdict.fault`."""
@@ -151,13 +156,17 @@ class RankWatch(GradientWatch):
         if math.isinf(scale.factor):
             return 1.0, "not finite"
         if math.isnan(scale.factor):
-            now, then = _norm(grad), self._norm
+            now, then = self._norm_of(grad), self._norm
             if then is None or (then == 0.0) != (now == 0.0):
                 return 1.0, "edited"
             return (now / then if then else 1.0), None if math.isfinite(now) else "not finite"
         if scale.uniform:
             return scale.factor, None
         return scale.factor, "clipped" if scale.plateau else "edited"
+
+    def _norm_of(self, grad: torch.Tensor) -> float:
+        watched = grad if self._part is None else self._part(grad)
+        return float(torch.linalg.vector_norm(watched.detach(), dtype=torch.float64))
 
 
 def rank_verdict(
@@ -180,10 +189,6 @@ def rank_verdict(
     if fault is None and not off <= SCREEN * size and not off <= SCREEN * norms():
         fault = "mismatch" if math.isfinite(watch.brought) else "not finite"
     return Verdict(True, False, factor, factor * rows, fault)
-
-
-def _norm(grad: torch.Tensor) -> float:
-    return float(torch.linalg.vector_norm(grad.detach(), dtype=torch.float64))
 
 
 def _parallel(model: nn.Module) -> DistributedDataParallel | None:

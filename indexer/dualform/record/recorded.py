@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -69,7 +69,8 @@ class RecordedLayer:
             self.parameters[spec.bias] = bias
         self._check = GradientCheck(spec.d_in, spec.d_out, random, kind.weight_2d)
         self._share = tape.share
-        self._watch, self._bias_watch = self._watches(weight, bias, tape.ranked)
+        part = kind.part if kind.part(weight) is not weight else None
+        self._watch, self._bias_watch = self._watches(weight, bias, tape.ranked, part)
         self.capture = LayerCapture(
             spec,
             kind,
@@ -141,8 +142,9 @@ class RecordedLayer:
     def state_bytes(self) -> int:
         """What a stored state of this layer takes."""
         return sum(
-            parameter.nbytes * (1 + len(self._optimizer.buffers(parameter)))
-            for parameter in self.parameters.values()
+            (self._weight_2d(p) if name == self.spec.weight else p).nbytes
+            * (1 + len(self._optimizer.buffers(p)))
+            for name, p in self.parameters.items()
         )
 
     def check_parameters(self, step: int) -> InexactMark | None:
@@ -236,13 +238,18 @@ class RecordedLayer:
         self._gradients = {}
 
     def _watches(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, ranked: bool
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        ranked: bool,
+        part: Callable[[torch.Tensor], torch.Tensor] | None,
     ) -> tuple[GradientWatch, GradientWatch | None]:
         """Of the weight, and where gradients are averaged over ranks, of the bias."""
+        shape = weight.shape if part is None else part(weight).shape
         if not ranked:
-            return GradientWatch(weight.shape), None
-        read = self._check.read
-        return RankWatch(weight.shape, read), None if bias is None else RankWatch(bias.shape, read)
+            return GradientWatch(shape, part), None
+        of_bias = None if bias is None else RankWatch(bias.shape, self._check.read)
+        return RankWatch(shape, self._check.read, part), of_bias
 
     def _look(self, step: int) -> tuple[int, bool, bool]:
         """Compare, and begin anew: since when, whether all agrees, whether all is finite.
@@ -312,7 +319,7 @@ class RecordedLayer:
         grad = self.capture.weight.grad
         if isinstance(self._watch, RankWatch) and self._watch.brought == 0.0:
             return  # another rank's passes did
-        if grad is not None and bool(grad.any()):
+        if grad is not None and bool(self._weight_2d(grad).any()):
             raise CaptureError(_CAUSES.format(name=self.spec.name))
 
     def _element_gradients(self) -> dict[str, np.ndarray | torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -84,7 +85,7 @@ class StepChoice:
         for reason, mask in masks.items():
             if mask is not None:
                 before = np.count_nonzero(kept)
-                kept &= each(mask, item.rows)
+                kept &= of_pass(mask, item)
                 dropped[reason] = int(before - np.count_nonzero(kept))
         told = False
         if not kept.all() or not self._sampling.zero_rows:
@@ -105,6 +106,13 @@ class StepChoice:
 def each(values: np.ndarray, rows: int) -> np.ndarray:
     """A block's column, one value for all rows, one per leading index or per row, for each row."""
     return values if len(values) == rows else np.repeat(values, rows // len(values))
+
+
+def of_pass(values: np.ndarray, item: Pass) -> np.ndarray:
+    """A column of a pass's shape, for each of its rows."""
+    if item.places is None:
+        return each(values, item.rows)
+    return np.asarray(each(values, math.prod(item.leading))[item.places])
 
 
 def sampling_of(every: Any, sample: Any, seed: Any, zero_rows: Any) -> Sampling:

@@ -76,6 +76,7 @@ def select_layers(
     model = bare(model)
     modules = dict(model.named_modules())
     kinds, owners = layers_of(model), _owners(model)
+    modules.update(_holders(kinds))
     ties = _ties(modules, kinds, owners)
     stands_for = {item.name: name for name, tied in ties.items() for item in tied}
     alone = _alone(owners, {*ties, *stands_for})
@@ -96,6 +97,11 @@ def select_layers(
     reasons = {name: why for name, why in {**refusals, **unsupported}.items() if why is not None}
     recorded = [module for layer in layers for module in layer.modules()]
     return Selection(layers, cover(model, recorded, reasons, patterns is not None, len(layers)))
+
+
+def _holders(kinds: Mapping[str, LayerKind]) -> dict[str, nn.Module]:
+    """Of layers that share a module, that module."""
+    return {name: kind.holder for name, kind in kinds.items() if kind.holder is not None}
 
 
 def _all(
@@ -180,7 +186,9 @@ def _refusal(
         return f"its weight is {str(weight.dtype).removeprefix('torch.')}: only real ones can be"
     if not held(weight):
         return "its weight is not among the optimizer's parameters; give it to the optimizer"
-    others = [part_name(*user) for user in owners.get(id(weight), ()) if user[0] != name]
+    # Of a module that is several layers, the name without the weight's and the piece's.
+    home = name if kind.holder is None else ".".join(name.split(".")[:-2])
+    others = [part_name(*user) for user in owners.get(id(weight), ()) if user[0] != home]
     if others:
         return (
             f"tied: its weight is also {', '.join(others[:3])}; rows of both add up only where all "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +14,9 @@ from dualform.record.buffers import dot, gram, host_array
 _ELEMENTS = 4_096  # of the sample: the norm ratio of float32 numbers is then good to 5e-10
 _ROUNDINGS = 8 * 2.0**-24  # unscaling, clipping and averaging round once each
 _DENORMAL = 1e-37  # below this float32 numbers have fewer digits
+
+
+_Part = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -35,11 +39,13 @@ class GradientWatch:
     """Keeps a sample of evenly spaced whole rows of a gradient as backward left it.
 
     Args:
-        shape: Of the parameter.
+        shape: Of what is watched.
+        part: What of a gradient is watched; None for all of it.
     """
 
-    def __init__(self, shape: torch.Size) -> None:
+    def __init__(self, shape: torch.Size, part: _Part | None = None) -> None:
         self._stride = _stride(shape, _ELEMENTS)
+        self._part = part
         self._sample: np.ndarray | None = None
         self._version = self._pointer = -1
 
@@ -76,7 +82,7 @@ class GradientWatch:
 
     def zeroed(self, grad: torch.Tensor) -> bool:
         """The gradient is zero now and backward did not leave it so."""
-        if self.sampled(grad) or bool(grad.any()):
+        if self.sampled(grad) or bool((grad if self._part is None else self._part(grad)).any()):
             return False
         was_zero = self._sample is None or not self._sample.any()
         return not (was_zero and self.untouched(grad))
@@ -102,6 +108,8 @@ class GradientWatch:
         return Scale(factor, uniform=False, plateau=plateau)
 
     def _rows(self, grad: torch.Tensor) -> np.ndarray:
+        if self._part is not None:
+            grad = self._part(grad)
         host = host_array(grad) if grad.dtype is torch.float32 else None
         if host is not None:
             return host[:: self._stride]

@@ -42,7 +42,7 @@ class LayerSpec:
     Attributes:
         name: As in `model.named_modules()`.
         kind: "linear", "transposed_linear", "convolution", "embedding", "attention_in",
-            "attention_out" or "lstm".
+            "attention_out", "expert" or "lstm".
         d_in: Length of a key.
         d_out: Length of a value.
         weight: Name of the weight as in `model.named_parameters()`.

@@ -105,8 +105,10 @@ class Attributing:
         self, asking: Asking, deadline: Deadline, kinds: Mapping[str, LayerKind]
     ) -> Steps[None]:
         """Refuse a model whose layers are not the index's trained ones."""
+        from dualform.layers import module_of
+
         for name, kind in kinds.items():
-            layer = self.model.get_submodule(name)
+            layer = module_of(self.model, name, kind)
             probe, of_model = probe_of(kind, layer)
             question = OutputQuestion(
                 name, probe, max_residual=float("inf"), index=self.asked["index"]

@@ -62,7 +62,7 @@ def capture_queries(
         raise InvalidArgumentError(
             f"model is of type {type(model).__name__}; a torch.nn.Module is needed", field="model"
         )
-    from dualform.layers import bare
+    from dualform.layers import bare, module_of
 
     # A compiled model's hooks do not fire once it has run, and a data-parallel one may wait for
     # other processes.
@@ -72,7 +72,7 @@ def capture_queries(
     handles = []
     try:
         for name, kind in selected.items():
-            layer = model.get_submodule(name)
+            layer = module_of(model, name, kind)
             hook = _recorder(name, kind, layer, seen[name])
             called = kind.host or layer
             handles.append(called.register_forward_hook(hook, with_kwargs=True))

@@ -86,13 +86,13 @@ def dual_form(
             'and needs a Client: Client("HOST:PORT") or Client.local(PATH)',
             field="client",
         )
-    from dualform.layers import bare
+    from dualform.layers import bare, module_of
 
     _check_model(model)
     model = bare(model)
     info = client.index(index, timeout=timeout)
     kinds = chosen_layers(model, info, layers)
-    chosen = {name: model.get_submodule(name) for name in kinds}
+    chosen = {name: module_of(model, name, kind) for name, kind in kinds.items()}
     end = _end(info, at_step)
     for name in chosen:
         check_exact(info.layers[name], None if at_step is None else end)
@@ -263,13 +263,17 @@ def _warn_of_another_model(
 
     Told by the layers inside it: one product of each with a random vector, in model and index.
     """
+    from dualform.layers import module_of
+
     inside = {
-        id(parameter) for name in kinds for parameter in model.get_submodule(name).parameters()
+        id(parameter)
+        for name, kind in kinds.items()
+        for parameter in module_of(model, name, kind).parameters()
     }
     if all(id(parameter) in inside for parameter in model.parameters()):
         return
     for name, kind in kinds.items():
-        layer = model.get_submodule(name)
+        layer = module_of(model, name, kind)
         probe, of_model = probe_of(kind, layer)
         # Either the checkpoint of that step is meant, or the trained model, where that is known.
         for step in {at_step} if info.layers[name].inexact else {at_step, None}:

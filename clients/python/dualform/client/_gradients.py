@@ -6,6 +6,7 @@ autograd node that multiplies by its weight, so that both belong to the rows of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from dualform.layers import LayerKind, ProductKind
+    from dualform.layers.base import Use
 
     Number = Callable[[Any], torch.Tensor]
     """Of what the model gives: one number for each input, [n]."""
@@ -195,15 +197,15 @@ class _Watch:
     """
 
     def __init__(self, model: torch.nn.Module, kinds: Mapping[str, LayerKind]) -> None:
-        from dualform.layers import ProductKind, layers_of
+        from dualform.layers import ProductKind, layers_of, module_of
 
         every = {
-            name: (kind, model.get_submodule(name))
+            name: (kind, module_of(model, name, kind))
             for name, kind in layers_of(model).items()
             if isinstance(kind, ProductKind)
         }
         self._kinds = kinds
-        self._modules = {name: model.get_submodule(name) for name in kinds}
+        self._modules = {name: module_of(model, name, kind) for name, kind in kinds.items()}
         self._uses: dict[str, list[_Use]] = {}
         self._numbers = count()
         self.covered: set[int] = set()
@@ -218,7 +220,7 @@ class _Watch:
                 tied = [
                     _Use(other, place, other.one_hot != kind.one_hot)
                     for where, (other, place) in every.items()
-                    if where != name and other.weight(place) is weight
+                    if where != name and other.weight(place) is weight and other.holder is None
                 ]
                 self._uses[name] = [_Use(kind, module, False), *tied]
             for use in self._uses[name]:
@@ -266,9 +268,11 @@ class _Watch:
                     )
                 wanted = torch.int64 if use.kind.one_hot else torch.float32
                 flat = keys.reshape(-1, keys.shape[-1]).to("cpu", wanted, copy=True)
-                seen = _Pass(next(self._numbers), tuple(keys.shape[:-1]), flat.numpy())
+                among = each.among
+                leading = tuple(keys.shape[:-1]) if among is None else among[0]
+                seen = _Pass(next(self._numbers), leading, _among(flat, among).numpy())
                 use.passes.append(seen)
-                each.node.register_prehook(_taker(seen, use, each.values, each.units))
+                each.node.register_prehook(_taker(seen, use, each))
 
         return hook
 
@@ -277,7 +281,8 @@ class _Watch:
         silent = [
             name
             for name, uses in self._uses.items()
-            if not all(use.passes for use in uses if not use.flipped)
+            # No token may have been sent to an expert.
+            if not all(use.passes for use in uses if not use.flipped and use.kind.holder is None)
         ]
         if silent:
             raise FailedPreconditionError(
@@ -336,8 +341,20 @@ def _product_kind(module: torch.nn.Module) -> ProductKind:
     return kind
 
 
-def _taker(seen: _Pass, use: _Use, values: Callable[..., torch.Tensor], units: Any) -> Any:
+def _among(rows: torch.Tensor, among: tuple[tuple[int, ...], torch.Tensor] | None) -> torch.Tensor:
+    """Rows in their places of a larger shape, the others being zeros, which add nothing."""
+    if among is None:
+        return rows
+    shape, places = among
+    whole = rows.new_zeros(math.prod(shape), rows.shape[-1])
+    whole[places.cpu()] = rows
+    return whole
+
+
+def _taker(seen: _Pass, use: _Use, each: Use) -> Any:
     """The node's pre-hook: the gradient in the order of the keys."""
+    # Not the use itself, whose node would hold a hook that holds the node.
+    values, units, among = each.values, each.units, each.among
 
     def take(gradients: Sequence[torch.Tensor | None]) -> None:
         import torch
@@ -350,6 +367,7 @@ def _taker(seen: _Pass, use: _Use, values: Callable[..., torch.Tensor], units: A
             whole = found.new_zeros(len(found), use.kind.shape(use.module)[1])
             whole[:, units] = found
             found = whole
+        found = _among(found, among)
         seen.last = found if seen.last is None else seen.last + found
 
     return take

@@ -25,7 +25,9 @@ def chosen_layers(
     """The kinds of the layers to replace, once each is the index's in name, kind and shape."""
     from dualform.layers import layers_of
 
+    kinds = layers_of(model)
     modules = dict(model.named_modules())
+    modules.update({name: k.holder for name, k in kinds.items() if k.holder is not None})
     if layers is None:
         names = [name for name in info.layers if name in modules]
         if not names:
@@ -41,7 +43,6 @@ def chosen_layers(
                 "layers=[] names none; None takes all that the model has", field="layers"
             )
         names = _matching(info, patterns)
-    kinds = layers_of(model)
     return {name: _checked(modules.get(name), info.layers[name], kinds) for name in names}
 
 
