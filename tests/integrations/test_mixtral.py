@@ -96,5 +96,5 @@ def test_outputs_are_the_trained_model_s(
 def test_a_way_in_which_no_rows_are_seen_is_named(tmp_path: Path) -> None:
     model = mixtral("batched_mm")
     optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(LayerSelectionError, match="run by 'batched_mm', .*set_experts_implementat"):
+    with pytest.raises(LayerSelectionError, match=r"run by 'batched_mm', .*set_experts_impl"):
         Recorder(model, optimizer, tmp_path / "r", layers=[EXPERTS])
