@@ -153,7 +153,7 @@ class Machine:
             A reply for `unpacked`.
         """
         from dualform.engine.errors import DataLossError, EngineError
-        from dualform.engine.messages.catalog import errors_translated
+        from dualform.engine.messages.opening import errors_translated
 
         function, arguments = pickle.loads(request)
         opened = False

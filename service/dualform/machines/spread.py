@@ -66,7 +66,7 @@ class Machines:
         self._count = fleet.count if count is None else count
 
     def open(self, version: Version) -> SpreadIndex:
-        """Open an index on them: see `dualform.engine.messages.catalog.Opener`."""
+        """Open an index on them: see `dualform.engine.messages.opening.Opener`."""
         return SpreadIndex(version, self._fleet, self._count, self._device, self._gpu_memory)
 
     def close(self) -> None:

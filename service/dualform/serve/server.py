@@ -20,7 +20,8 @@ import grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from dualform.engine.errors import CancelledError
-from dualform.engine.messages.catalog import Catalog, Limits, Opener
+from dualform.engine.messages.catalog import Catalog, Limits
+from dualform.engine.messages.opening import Opener
 from dualform.engine.messages.versions import Change
 from dualform.serve.access import Access, TokenInterceptor
 from dualform.serve.actors import machines

@@ -6,27 +6,24 @@ import logging
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from dualform.engine.api.index import Index
-from dualform.engine.api.opened import refusals
 from dualform.engine.devices.devices import Devices
 from dualform.engine.errors import (
     CancelledError,
     DataLossError,
     EngineError,
-    FailedPreconditionError,
     InvalidArgumentError,
     NotFoundError,
-    ResourceExhaustedError,
-    ran_out_of_memory,
 )
 from dualform.engine.memory.residency import resident
 from dualform.engine.messages import answers, responses
 from dualform.engine.messages.batching import answer_together
 from dualform.engine.messages.limits import Limits
+from dualform.engine.messages.opening import Entry, Here, Opener, errors_translated, opened_entry
 from dualform.engine.messages.versions import Change, Version, version_at
 from dualform.questions import (
     AttributeQuestion,
@@ -43,8 +40,6 @@ from dualform.questions import (
     question_of,
 )
 from dualform.questions.placement import GPU_MEMORY
-from dualform.store.errors import DamagedError, StoreError, TooManyFilesError, VersionError
-from dualform.store.errors import NotFoundError as StoreNotFoundError
 from dualform.v1 import attribution_pb2 as pb
 
 __all__ = ["Catalog", "Limits"]
@@ -54,39 +49,6 @@ _Answer: TypeAlias = Callable[[Any, Any, Stop | None], Any]
 
 _LOG = logging.getLogger("dualform.engine")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
-
-
-class Opener(Protocol):
-    """Opens indexes: here, or on several machines."""
-
-    def open(self, version: Version) -> Index:
-        """Open this version of an index.
-
-        Raises:
-            EngineError, dualform.store.StoreError: It cannot be opened.
-        """
-
-    def close(self) -> None:
-        """Nothing is opened any more, and what was is closed."""
-
-
-class Here:
-    """Opens indexes in this process.
-
-    Args:
-        devices: Where their rows may lie beside the host's memory.
-        use_faiss: Whether FAISS proposes top-k rows; answers are the same without.
-    """
-
-    def __init__(self, devices: Devices, use_faiss: bool = True) -> None:
-        self._devices, self._use_faiss = devices, use_faiss
-
-    def open(self, version: Version) -> Index:
-        """See Opener."""
-        return Index.open(version.path, devices=self._devices, use_faiss=self._use_faiss)
-
-    def close(self) -> None:
-        """See Opener."""
 
 
 class Catalog:
@@ -125,7 +87,7 @@ class Catalog:
         self._opener = opener or Here(self.devices, use_faiss)
         self._reloading = threading.Lock()
         # Replaced as a whole, never changed: whoever reads it sees one state.
-        self._entries: Mapping[str, _Entry] = {
+        self._entries: Mapping[str, Entry] = {
             name: self._opened(name, version_at(Path(path))) for name, path in paths.items()
         }
 
@@ -170,7 +132,7 @@ class Catalog:
         _check_names(paths)
         with self._reloading:
             old = self._entries
-            new: dict[str, _Entry] = {}
+            new: dict[str, Entry] = {}
             changes = [
                 Change(f"index {name}", "removed", "", f"index {name} is served no more")
                 for name in old
@@ -184,8 +146,8 @@ class Catalog:
             return changes
 
     def _renewed(
-        self, name: str, old: _Entry | None, path: Path, stop: Stop | None
-    ) -> tuple[_Entry, Change]:
+        self, name: str, old: Entry | None, path: Path, stop: Stop | None
+    ) -> tuple[Entry, Change]:
         what, version = f"index {name}", version_at(path)
         sound = old is not None and old.damage is None and old.is_unchanged()
         if old is not None and sound and old.version == version:
@@ -205,8 +167,8 @@ class Catalog:
             return old, Change(what, "refused", before.name, detail)
         return entry, Change(what, "refused", "", f"{what} cannot be served: {entry.damage}")
 
-    def _opened(self, name: str, version: Version) -> _Entry:
-        return _open(name, version, self._opener)
+    def _opened(self, name: str, version: Version) -> Entry:
+        return opened_entry(name, version, self._opener)
 
     def verify(self, name: str, stop: Stop | None = None) -> None:
         """Hash every file of an index that is open; `damage` then tells what was found.
@@ -346,7 +308,7 @@ class Catalog:
             max_message_bytes=self.limits.max_message_bytes,
         )
 
-    def _find(self, name: str) -> tuple[str, _Entry]:
+    def _find(self, name: str) -> tuple[str, Entry]:
         entries = self._entries
         served = ", ".join(entries)
         if not name:
@@ -421,70 +383,3 @@ def _check_names(paths: Mapping[str, Path]) -> None:
                 f"{name!r} cannot name an index: at most 100 letters, digits, '_', '.' and '-' "
                 "are allowed; say NAME=PATH"
             )
-
-
-class _Entry:
-    """One name: an open index, or why there is none."""
-
-    def __init__(self, version: Version, index: Index | None, error: EngineError | None) -> None:
-        self.version = version
-        self.index = index
-        self.error = error
-        self._files = {} if index is None else index.identities()
-
-    def is_unchanged(self) -> bool:
-        """Whether its files are those that were there when it was opened."""
-        return self.index is not None and self.index.identities() == self._files
-
-    @property
-    def damage(self) -> str | None:
-        if self.error is not None:
-            return str(self.error)
-        return None if self.index is None else self.index.damage
-
-    @property
-    def health(self) -> pb.Health:
-        return pb.HEALTH_SERVING if self.damage is None else pb.HEALTH_DAMAGED
-
-
-def _open(name: str, version: Version, opener: Opener) -> _Entry:
-    path = version.path
-    try:
-        with errors_translated():
-            index = opener.open(version)
-        index.version = version.name
-        return _Entry(version, index, None)
-    except EngineError as error:
-        return _Entry(version, None, error.detached())
-    except (OSError, ValueError) as error:
-        return _Entry(version, None, DataLossError(f"{path} cannot be opened: {error}"))
-    except Exception as error:
-        # One index must never keep the others from being served.
-        _LOG.exception("index %s at %s cannot be opened", name, path)
-        return _Entry(version, None, DataLossError(f"{path} cannot be opened: {error!r}"))
-
-
-@contextmanager
-def errors_translated() -> Iterator[None]:
-    """Make the engine's refusals of what is wrong with a question, a file or the memory."""
-    try:
-        with refusals():
-            yield
-    except DamagedError as error:
-        raise DataLossError(str(error)) from error
-    except VersionError as error:
-        raise FailedPreconditionError(str(error), reason="NEWER_VERSION") from error
-    except StoreNotFoundError as error:
-        raise NotFoundError(str(error), reason="UNKNOWN_INDEX") from error
-    except TooManyFilesError as error:
-        raise ResourceExhaustedError(str(error), reason="TOO_MANY_FILES") from error
-    except StoreError as error:
-        raise FailedPreconditionError(str(error)) from error
-    except (MemoryError, RuntimeError, OSError) as error:
-        if not ran_out_of_memory(error):
-            raise
-        raise ResourceExhaustedError(
-            "there is not enough memory for this answer; ask for less at a time: fewer queries, a "
-            "smaller k, fewer groups",
-            reason="OUT_OF_MEMORY",
-        ) from None
