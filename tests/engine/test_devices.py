@@ -13,12 +13,12 @@ import reference
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from standing_in import FAST, SLOW, WAIT, Failing, repeats, tf32
 from synthetic import make_index
 
 from dualform.client import parse_filter
 from dualform.engine import Index
 from dualform.engine.devices.devices import Devices
-from dualform.engine.devices.place import Pace, Paces
 from dualform.engine.devices.stand_in import StandIn
 from dualform.engine.errors import (
     FailedPreconditionError,
@@ -28,21 +28,6 @@ from dualform.engine.errors import (
 from dualform.engine.topk import on_devices
 
 ORDERS = ("largest", "smallest", "absolute")
-FAST = Paces(*[Pace(1e-6, 1e-12, 1e-13)] * 3, upload=1e-12)
-SLOW = Paces(*[Pace(1.0, 1e-3, 1e-3)] * 3, upload=1e-3)
-WAIT = 20.0
-
-
-class Failing:
-    """Raises what it is told to, once the operation of that name comes."""
-
-    def __init__(self) -> None:
-        self.error: Exception | None = None
-        self.at = "nearest"
-
-    def __call__(self, what: str) -> None:
-        if self.error is not None and what == self.at:
-            raise self.error
 
 
 @pytest.fixture(scope="module")
@@ -128,19 +113,7 @@ def test_whatever_lies_on_devices_rows_and_scores_are_the_exact_ones(
 
 @pytest.fixture(scope="module")
 def memory(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray]:
-    """10,000 rows, many of them repeats."""
-    rng = np.random.default_rng(3)
-    keys = rng.standard_normal((3000, 40)).astype(np.float32)[rng.integers(0, 3000, 10_000)]
-    values = rng.standard_normal((10_000, 6)).astype(np.float32)
-    path = make_index(
-        tmp_path_factory.mktemp("memory"),
-        keys,
-        values,
-        rows_per_step=2500,
-        shard_rows=1500,
-        label=rng.integers(0, 5, len(keys)),
-    )
-    return path, keys
+    return repeats(tmp_path_factory.mktemp("memory"))
 
 
 @pytest.fixture
@@ -200,11 +173,6 @@ def test_the_faster_one_answers(memory: tuple[Path, np.ndarray]) -> None:
 def test_a_device_that_rounds_is_refused_with_the_reason(
     memory: tuple[Path, np.ndarray], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """TF32 keeps 10 bits behind the first."""
-
-    def tf32(tensor: torch.Tensor) -> torch.Tensor:
-        return (tensor.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
-
     path, keys = memory
     with caplog.at_level(logging.WARNING, "dualform.engine"):
         devices = Devices([StandIn(0, rounded=tf32), StandIn(1)], 64 << 20, paces=FAST)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -116,7 +117,10 @@ class Index(Keywords):
         self._opened = Opened(self._ledger, outputs, metrics, planner, devices, use_faiss)
         self._examples = Examples(path, self._manifest.examples, self._manifest.payloads)
         self._closed = threading.Event()
-        devices.add(path.name, self.layers.values())
+        layers = list(self.layers.values())
+        devices.add(path.name, layers)
+        # Whoever lets go of it without a word, as a catalog does of an older version, frees them.
+        self._leave_devices = weakref.finalize(self, devices.remove, layers)
 
     @classmethod
     @own_settings()
@@ -148,9 +152,12 @@ class Index(Keywords):
             dualform.store.StoreError: No index there, a newer one, or a damaged one.
             ValueError: The device is none, or not there.
         """
-        if devices is None:
-            devices = Devices.find(device, gpu_memory)
-        return cls(Path(path), devices=devices, use_faiss=use_faiss, shards=shards)
+        if devices is not None:
+            return cls(Path(path), devices=devices, use_faiss=use_faiss, shards=shards)
+        devices = Devices.find(device, gpu_memory)
+        index = cls(Path(path), devices=devices, use_faiss=use_faiss, shards=shards)
+        weakref.finalize(index, devices.close)
+        return index
 
     def __enter__(self) -> Index:
         return self
@@ -166,7 +173,7 @@ class Index(Keywords):
     def close(self) -> None:
         """Refuse further questions. Maps are released when the last answer is done."""
         self._closed.set()
-        self.devices.remove(self.layers.values())
+        self._leave_devices()
 
     @property
     def steps(self) -> int:

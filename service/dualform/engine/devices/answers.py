@@ -87,7 +87,8 @@ class DeviceAnswers:
         self._selected, self._values, self._stop = selected, values, stop
         longest = float(torch.linalg.vector_norm(queries.double(), dim=1).max())
         self._fit = [
-            bool(shard.finite.all()) and not needs_float64(longest, shard.max_norm)
+            (not layer.nonfinite or bool(shard.finite.all()))
+            and not needs_float64(longest, shard.max_norm)
             for shard in layer.shards
         ]
         self._counts = [

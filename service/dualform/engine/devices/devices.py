@@ -73,19 +73,19 @@ class _Known:
     use: float = 0.0
     spoiled: bool = False
 
-    def wish(self, places: Sequence[Place]) -> Wish:
+    def __post_init__(self) -> None:
+        """What of it can be held: shards whose keys are all finite."""
         layer = self.layer
         keys, values = FLOAT32.row_bytes(layer.d_in), FLOAT32.row_bytes(layer.d_out)
-        rows = [
-            0 if self.spoiled or not shard.finite.all() else shard.rows for shard in layer.shards
-        ]
+        rows = [shard.rows if shard.finite.all() else 0 for shard in layer.shards]
+        self._keys = [keys * n for n in rows]
+        self._values = [values * n if layer.values else 0 for n in rows]
+
+    def wish(self, places: Sequence[Place]) -> Wish:
         held = {places.index(each.place): each.shards for each in self.held}
-        return Wish(
-            [keys * n for n in rows],
-            [values * n if layer.values else 0 for n in rows],
-            self.use,
-            held,
-        )
+        if self.spoiled:
+            return Wish([0] * len(self._keys), [0] * len(self._keys), self.use, held)
+        return Wish(self._keys, self._values, self.use, held)
 
     def lacks(self, place: Place, lot: Lot, values: bool) -> bool:
         """Whether its keys are to be brought there, or its values, once its keys are there."""

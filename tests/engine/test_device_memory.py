@@ -1,0 +1,160 @@
+"""What lies on devices: by use, as budgets allow, let go of in the end; host memory stands in."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from standing_in import FAST, WAIT, repeats, tf32
+from synthetic import make_index
+
+from dualform.client import Residence
+from dualform.client._info import index_of
+from dualform.engine import Index
+from dualform.engine.devices.devices import Devices
+from dualform.engine.devices.placement import Wish, placed
+from dualform.engine.devices.stand_in import StandIn
+from dualform.engine.errors import (
+    DataLossError,
+)
+from dualform.engine.messages.catalog import Catalog
+from dualform.questions import IndexQuestion
+
+
+@pytest.fixture(scope="module")
+def memory(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray]:
+    return repeats(tmp_path_factory.mktemp("memory"))
+
+
+def test_what_is_asked_for_most_lies_there(
+    memory: tuple[Path, np.ndarray], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two layers, and room for one: the one that is asked for takes the other's place."""
+    path, keys = memory
+    other = make_index(tmp_path, keys[:9000], None, rows_per_step=4500, shard_rows=1500)
+    devices = Devices([StandIn()], 64 << 20, paces=FAST)
+    devices.places[0].budget = keys.nbytes + 1000
+    with Index.open(path, devices=devices) as first, Index.open(other, devices=devices) as second:
+        assert devices.settle(WAIT)
+        layers = first.layers["fc"], second.layers["fc"]
+        assert [bool(devices.residences(layer)) for layer in layers] == [True, False]
+        first.top_k("fc", keys[:1], 3)
+        with caplog.at_level(logging.INFO, "dualform.engine"):
+            for _ in range(30):
+                second.top_k("fc", keys[:30], 3, strategy="scan")
+            assert devices.settle(WAIT)
+        assert "its rows leave stand-in:0" in caplog.text
+        (residence,) = devices.residences(layers[1])
+        assert (residence.device, residence.rows) == ("stand-in:0", 9000)
+        assert residence.key_bytes == 9000 * 40 * 4
+        assert sum(each.rows for each in devices.residences(layers[0])) <= 1000  # one shard
+        found = second.top_k("fc", keys[:3], 3, strategy="device")
+        assert found.plan.strategy == "device"
+    assert devices.settle(WAIT)
+    assert devices.states()[0].used == 0
+
+
+def test_an_index_that_nobody_has_any_more_leaves_the_devices(
+    memory: tuple[Path, np.ndarray],
+) -> None:
+    """As a catalog lets go of an older version: without a word."""
+    devices = Devices([StandIn()], 64 << 20, paces=FAST)
+    index: Index | None = Index.open(memory[0], devices=devices)
+    assert devices.settle(WAIT)
+    assert devices.states()[0].used > 0
+    assert index is not None
+    index = None
+    gc.collect()
+    assert devices.settle(WAIT)
+    assert devices.states()[0].used == 0
+
+
+def test_damage_is_told_to_whoever_asks(memory: tuple[Path, np.ndarray], tmp_path: Path) -> None:
+    copy = tmp_path / "index"
+    shutil.copytree(memory[0], copy)
+    file = sorted(copy.glob("**/*.faiss"))[0]
+    data = bytearray(file.read_bytes())
+    data[1000] ^= 1
+    file.write_bytes(data)
+    devices = Devices([StandIn()], 64 << 20, paces=FAST)
+    with Index.open(copy, devices=devices) as index:
+        assert devices.settle(WAIT)
+        assert not devices.residences(index.layers["fc"])
+        with pytest.raises(DataLossError):
+            index.top_k("fc", memory[1][:1], 3)
+
+
+def test_the_catalog_tells_what_lies_where(memory: tuple[Path, np.ndarray]) -> None:
+    devices = Devices([StandIn(0, rounded=tf32), StandIn(1)], 64 << 20, paces=FAST)
+    catalog = Catalog({"i": memory[0]}, devices=devices)
+    assert devices.settle(WAIT)
+    info = index_of(catalog.answer(IndexQuestion("i")).index)
+    refused, used = info.devices
+    assert (refused.name, used.name) == ("stand-in:0", "stand-in:1")
+    assert "further from float64's than allowed" in refused.refused
+    assert not used.refused
+    (residence,) = info.layers["fc"].residences
+    assert residence == Residence("stand-in:1", 10_000, 10_000 * 160, 10_000 * 24)
+    assert used.used_bytes == residence.key_bytes + residence.value_bytes <= used.budget_bytes
+    catalog.close()
+
+
+def test_devices_that_are_not_there(memory: tuple[Path, np.ndarray]) -> None:
+    with pytest.raises(ValueError, match="gpu_memory is 103,809,024 bytes"):
+        Devices([StandIn(memory=1 << 20)], 99 << 20, paces=FAST)
+    if torch.cuda.is_available():
+        return
+    for device in ("cuda", "cuda:3", ["cuda:0", "cuda:1"]):
+        with pytest.raises(ValueError, match="torch finds no GPU; allowed are auto"):
+            Index.open(memory[0], device=device)
+    with Index.open(memory[0], device="auto") as index:
+        assert index.devices.why_not() == "torch finds no GPU"
+        assert index.top_k("fc", memory[1][:1], 3).plan.strategy != "device"
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_placement(data: st.DataObject) -> None:
+    """Budgets hold; every shard lies in one place at most; keys come before values; what is used
+    more, byte for byte, is not left out for what is used less."""
+    size = st.integers(0, 20)
+    wishes = []
+    for _ in range(data.draw(st.integers(0, 4))):
+        keys = data.draw(st.lists(size, max_size=5))
+        values = [key and data.draw(size) for key in keys]
+        wishes.append(Wish(keys, values, use=data.draw(st.sampled_from([0.0, 1.0, 5.0]))))
+    budgets = data.draw(st.lists(st.integers(0, 60), max_size=3))
+    lots = placed(wishes, budgets)
+    again = [
+        replace(wish, held={place: lot.shards for place, lot in lot_of.items()})
+        for wish, lot_of in zip(wishes, lots, strict=True)
+    ]
+    whole = [
+        {number for lot in lot_of.values() for number in lot.shards}
+        == {number for number, size in enumerate(wish.keys) if size}
+        for wish, lot_of in zip(wishes, lots, strict=True)
+    ]
+    if all(whole):
+        assert placed(again, budgets) == lots
+    for place, budget in enumerate(budgets):
+        used = 0
+        for wish, lot_of in zip(wishes, lots, strict=True):
+            lot = lot_of.get(place)
+            for number in () if lot is None else lot.shards:
+                assert wish.keys[number]
+                used += wish.keys[number] + (wish.values[number] if lot.values else 0)
+        assert used <= budget
+    for lot_of in lots:
+        numbers = [number for lot in lot_of.values() for number in lot.shards]
+        assert len(set(numbers)) == len(numbers)
+    best = max(range(len(wishes)), key=lambda i: wishes[i].density, default=None)
+    if best is not None and sum(wishes[best].keys) <= max(budgets, default=-1):
+        assert whole[best]
