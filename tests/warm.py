@@ -27,7 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-SECONDS = 120
+SECONDS = 300
 # What nothing reads while it is imported.
 _OF_NO_MATTER = {"PYTEST_CURRENT_TEST", "PATH", "DUALFORM_TOKEN"}
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm
 
 SETUP = """
 import sys, warnings
@@ -72,12 +73,7 @@ def same(one, other):
 
 
 def run(tmp_path: Path, body: str) -> str:
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", SETUP + body, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    result = warm.run(SETUP + body, tmp_path)
     assert result.returncode == 0, result.stderr[-3000:]
     return result.stdout
 
