@@ -11,6 +11,7 @@
     python -m benchmarks refused     what the server keeps of requests that it refused
     python -m benchmarks answers     sums, outputs, gRPC on top, and how top-k grows with the memory
     python -m benchmarks gpu         a GPU beside its memory, FAISS alone and the CPU
+    python -m benchmarks attribution  examples behind a prediction beside one read, beside products
     python -m benchmarks ratios      what the above wrote beside the key ratios in ratios.json
 
 Each says with --help what it takes. OpenMP's wait policy is set here, before torch is imported.
@@ -31,6 +32,7 @@ NAMES = (
     "topk",
     "filtered",
     "answers",
+    "attribution",
     "explain",
     "load",
     "memory",

@@ -40,14 +40,11 @@ def attribute(spreads: Sequence[Spread], question: AttributeQuestion) -> Attribu
                 counts[union([values, known])[1][1]] += rows.of(question.by)[0]
             coverage.append(rows.coverage())
 
-    def sums(first: int, last: int) -> np.ndarray:
-        return np.stack(
-            [
-                _of_layer(spread, replace(question, layers=(each,)), values, first, last)
-                for spread, each in zip(spreads, question.layers, strict=True)
-            ],
-            axis=2,
-        )
+    def sums(first: int, last: int) -> list[np.ndarray]:
+        return [
+            _of_layer(spread, replace(question, layers=(each,)), values, first, last)
+            for spread, each in zip(spreads, question.layers, strict=True)
+        ]
 
     machines = max(len(spread.sizes) for spread in spreads)
     size = block_inputs(len(values), len(spreads) + machines)

@@ -163,7 +163,11 @@ def asked_contribution(
         opened.outputs.check(layer, query_tensor(layer, question.queries), most)
     coefficients = None
     if opened.ledger.family.scalar:
-        coefficients = layer_coefficients(opened.ledger, layer.manifest, end)
+        coefficients = (
+            opened.outputs.trained_coefficients(layer.manifest)
+            if question.at_step is None
+            else layer_coefficients(opened.ledger, layer.manifest, end)
+        )
     if question.direction is not None:
         directions = torch.from_numpy(np.array(question.direction, np.float32, order="C"))
         return Contribution(coefficients, directions=directions), end

@@ -34,7 +34,6 @@ from dualform.engine.memory.shards import Stop
 from dualform.engine.plan.plan import Plan
 from dualform.engine.rows.groups import Groups, in_line
 from dualform.engine.totals import sums as totals
-from dualform.engine.totals.coefficients import layer_coefficients
 from dualform.engine.totals.group_sums import GroupSum
 from dualform.engine.totals.outputs import PreparedOutput
 from dualform.questions import (
@@ -103,7 +102,7 @@ def prepare_layer(
     end = last_step(layer, opened.ledger, None)
     coefficients = None
     if opened.ledger.family.scalar:
-        coefficients = layer_coefficients(opened.ledger, layer.manifest, end)
+        coefficients = opened.outputs.trained_coefficients(layer.manifest)
     selected = layer.space.select(question.where, None, stop)
     find = opened.metric_finder(layer, end, stop)
     return PreparedLayer(layer, pairs, grouping, selected, coefficients, find)

@@ -70,7 +70,7 @@ class AttributedSum:
     def _along(self, values: torch.Tensor) -> torch.Tensor:
         """e.g of each pair and row, [m, rows]."""
         found = self._directions @ values.T
-        if not bool(torch.isfinite(found).all()):  # too large on the way, or truly so
+        if not bool(torch.isfinite(found.sum())):  # too large on the way, or truly so
             found = self._directions.double() @ values.double().T
         return found
 
@@ -153,15 +153,15 @@ def attributed(
             rows = int(np.count_nonzero(asked.selected))
             check_cost(asked.layer, rows, asked.pairs.directions)
 
-    def sums(first: int, last: int) -> np.ndarray:
-        return np.stack([layer_sums(asked, first, last, stop) for asked in layers], axis=2)
+    def sums(first: int, last: int) -> list[np.ndarray]:
+        return [layer_sums(asked, first, last, stop) for asked in layers]
 
     size = block_inputs(len(counts), len(layers))
     return best_attributed(sums, layers[0].pairs.count, size, counts, k, order)
 
 
 def best_attributed(
-    sums_of: Callable[[int, int], np.ndarray],
+    sums_of: Callable[[int, int], Sequence[np.ndarray]],
     count: int,
     size: int,
     counts: np.ndarray,
@@ -171,8 +171,8 @@ def best_attributed(
     """The best groups, or all, for some inputs at a time.
 
     Args:
-        sums_of: Gives all groups' sums for the inputs from first to last: float64 [n, groups,
-            layers].
+        sums_of: Gives all groups' sums for the inputs from first to last: float64 [n, groups], one
+            for each layer.
         count: How many inputs there are.
         size: For how many sums are held at a time.
         counts, k, order: As for `attributed`.
@@ -181,14 +181,17 @@ def best_attributed(
     for first in range(0, count, size):
         last = min(first + size, count)
         sums = sums_of(first, last)
-        rows_of.append(sums.sum(axis=1))
-        whole = sums.sum(axis=2)
+        rows_of.append(np.stack([of_layer.sum(axis=1) for of_layer in sums], axis=1))
+        whole = sums[0].copy()
+        for of_layer in sums[1:]:
+            whole += of_layer
         if k is None:
             by_layer.append(whole[:, :, None])
             continue
         found = best_groups(whole, counts, k, order)
         best.append(found)
-        chosen = np.take_along_axis(sums, np.maximum(found.codes, 0)[:, :, None], axis=1)
+        codes = np.maximum(found.codes, 0)
+        chosen = np.stack([np.take_along_axis(each, codes, axis=1) for each in sums], axis=2)
         by_layer.append(np.where(found.codes[:, :, None] < 0, np.nan, chosen + 0.0))
     joined = None if k is None else BestGroups.join(best)
     return Attributed(joined, np.concatenate(by_layer), np.concatenate(rows_of))

@@ -10,6 +10,9 @@ import torch
 from dualform.engine.memory.tiles import Tile
 from dualform.engine.rows.groups import Groups, few_runs
 
+_ONE_BY_ONE = 4
+"""Up to so many queries are added up one after the other where there are many groups."""
+
 
 class GroupTotals:
     """One float64 tensor for each group, with room for groups that are yet to come.
@@ -69,6 +72,10 @@ class GroupSum:
         if self._absolute:
             weights = weights.abs()
         found = few_runs(codes)
+        if found is None and weights.device.type == "cpu" and len(weights) <= _ONE_BY_ONE:
+            for query, of_query in enumerate(weights.double().numpy()):
+                np.add.at(totals.numpy()[:, query], codes, of_query)
+            return
         if found is None:
             totals.index_add_(0, torch.from_numpy(codes), weights.T.double())
             return
@@ -91,7 +98,7 @@ class GroupSum:
 
     def result(self) -> np.ndarray:
         """float64 [n, groups], in the order of the groups' values."""
-        return np.ascontiguousarray(self._totals.ordered().T.numpy())
+        return np.asarray(self._totals.ordered().T.contiguous().numpy())
 
 
 class GroupCount:

@@ -160,7 +160,7 @@ class DualOutputs:
     def __init__(self, ledger: Ledger, states: States) -> None:
         self._ledger = ledger
         self._states = states
-        self._left: dict[str, LayerCoefficients] = {}
+        self._whole: dict[str, LayerCoefficients] = {}
         self._followed = FollowedParts(ledger)
         self._remainders: dict[str, Affine | None] = {}
 
@@ -369,11 +369,15 @@ class DualOutputs:
         )
 
     def _trained_without_rows(self, layer: IndexLayer) -> LayerCoefficients:
-        """The trained layer's coefficients less those of its rows: a few numbers, kept."""
-        if layer.name not in self._left:
+        """The trained layer's coefficients less those of its rows."""
+        return self.trained_coefficients(layer).without_rows()
+
+    def trained_coefficients(self, layer: IndexLayer) -> LayerCoefficients:
+        """The trained layer's coefficients: two numbers a step, kept."""
+        if layer.name not in self._whole:
             whole = layer_coefficients(self._ledger, layer, self._ledger.steps)
-            self._left[layer.name] = whole.without_rows()
-        return self._left[layer.name]
+            self._whole[layer.name] = whole
+        return self._whole[layer.name]
 
     def trained(self, layer: IndexLayer, queries: torch.Tensor) -> np.ndarray | None:
         """Outputs by the stored final weights, float64 [n, d_out]; None without these."""
