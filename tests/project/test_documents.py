@@ -23,6 +23,7 @@ RUNNABLE = [
     "docs/index.md",
     "docs/idea.md",
     "docs/recipes.md",
+    "docs/attribution.md",
     "docs/getting-started.md",
     "docs/replay.md",
 ]

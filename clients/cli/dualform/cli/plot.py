@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dualform.cli.attribute import add_attribute, attributed
 from dualform.cli.connection import add_connection, open_client
 from dualform.cli.errors import CommandError
 from dualform.cli.query import read_queries
@@ -63,6 +64,11 @@ def add_to(commands: Any) -> None:
         "--units", type=_numbers, metavar="U,U,…", help="output units (default all, up to 20)"
     )
     contributions.add_argument("--at-step", type=int, metavar="S", help="the layer after S steps")
+    attribute = add_attribute(kinds, _attribute)
+    attribute.add_argument(
+        "--number", type=int, default=0, metavar="I", help="which of the inputs (default 0)"
+    )
+    _out(attribute)
     _add_passages(kinds)
 
 
@@ -96,11 +102,15 @@ def _figure(
     )
     parser.add_argument("--where", metavar="EXPR", help="such as 'label = 6 and step < 3000'")
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="give up after so long")
+    _out(parser)
+    parser.set_defaults(run=_run, draw=draw, parser=parser)
+    return parser
+
+
+def _out(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", required=True, type=Path, metavar="FILE", help="ends in .png, .svg or .pdf"
     )
-    parser.set_defaults(run=_run, draw=draw, parser=parser)
-    return parser
 
 
 def _groups(parser: argparse.ArgumentParser) -> None:
@@ -138,17 +148,33 @@ def _add_passages(kinds: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
+    _check_out(options)
+    queries = _read(options)
+    with open_client(options) as client:
+        return _write(options, options.draw(options, client, queries))
+
+
+def _attribute(options: argparse.Namespace) -> int:
+    _check_out(options)
+    from dualform import plot
+
+    return _write(options, plot.attribute(attributed(options), number=options.number))
+
+
+def _check_out(options: argparse.Namespace) -> None:
     # Files need no window, and a notebook's setting, which its commands inherit, names a module
     # that need not be there.
     os.environ["MPLBACKEND"] = "agg"
-    from dualform.plot import format_of, save
+    from dualform.plot import format_of
 
     format_of(options.out)
     if not options.out.resolve().parent.is_dir():
         raise CommandError(f"{options.out}: the folder {options.out.parent} is not there")
-    queries = _read(options)
-    with open_client(options) as client:
-        figure = options.draw(options, client, queries)
+
+
+def _write(options: argparse.Namespace, figure: Figure) -> int:
+    from dualform.plot import save
+
     save(figure, options.out)
     print(options.out)
     return 0

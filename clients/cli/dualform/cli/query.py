@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dualform.cli.attribute import add_query
 from dualform.cli.connection import add_connection, open_client
 from dualform.cli.errors import CommandError
 from dualform.cli.output import Progress, cell, print_json, print_table
@@ -42,6 +43,7 @@ def add_to(commands: Any) -> None:
     groups.add_argument("-k", type=int, default=10, help="groups per query (default 10)")
     _ranking_options(groups)
     _plan_options(groups, ["key_sums", "distinct_keys", "device", "scan"])
+    add_query(kinds)
     sums = _question(kinds, "sums", _sums, "total attention weight per group")
     sums.add_argument("--group-by", metavar="COLUMN", required=True, help="what to sum over")
     sums.add_argument("--absolute", action="store_true", help="sum absolute values")

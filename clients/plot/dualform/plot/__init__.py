@@ -7,12 +7,14 @@ Each function asks a client and returns a matplotlib Figure; `save` writes it. T
     sums             total weight per class
     matches          the query's image, and the training images with the largest weight
     profile          total weight over training steps
+    attribute        what each example did to a prediction, by layer
     contributions    what each class's rows added to each output unit
     Passage          a place in a text; `passages_text` and `passages_html` show a list of them
     save             a figure as PNG, SVG or PDF
 """
 
 from dualform.plot._attention import attention
+from dualform.plot._attribute import attribute
 from dualform.plot._contributions import contributions
 from dualform.plot._files import FORMATS, format_of, save
 from dualform.plot._matches import matches
@@ -24,6 +26,7 @@ __all__ = [
     "FORMATS",
     "Passage",
     "attention",
+    "attribute",
     "contributions",
     "format_of",
     "matches",

@@ -41,6 +41,7 @@ class AttributedSum:
         pairs: What each input is asked about.
         coefficients: What each row counts, by its step.
         groups: The groups.
+        wide: Multiply directions and values in float64, where float32 is too small for them.
     """
 
     values = True
@@ -50,9 +51,12 @@ class AttributedSum:
         pairs: Pairs,
         coefficients: LayerCoefficients,
         groups: Groups,
+        *,
+        wide: bool = False,
     ) -> None:
         self._pairs = pairs
-        self._directions = pairs.directions
+        self._wide = wide
+        self._directions = pairs.directions.double() if wide else pairs.directions
         self._bias = None if pairs.bias is None else pairs.bias[:, None]
         self._coefficients = coefficients
         self._sum = GroupSum(pairs.count, groups, absolute=False)
@@ -61,18 +65,13 @@ class AttributedSum:
         """Take a tile, with values, and its weights, [m, rows]."""
         assert tile.values is not None
         of_weight, of_bias = row_coefficients(self._coefficients, tile.steps)
-        parts = weights.to(torch.float64, copy=True).mul_(of_weight)
-        if of_bias is not None:
-            parts += of_bias if self._bias is None else self._bias * of_bias
-        parts *= self._along(tile.values)
+        if of_bias is None:
+            parts = weights.to(torch.float64, copy=True).mul_(of_weight)
+        else:
+            beside = of_bias if self._bias is None else self._bias * of_bias
+            parts = torch.addcmul(beside, weights.double(), of_weight)
+        parts *= self._directions @ (tile.values.double() if self._wide else tile.values).T
         self._sum.update(tile, self._pairs.fold(parts))
-
-    def _along(self, values: torch.Tensor) -> torch.Tensor:
-        """e.g of each pair and row, [m, rows]."""
-        found = self._directions @ values.T
-        if not bool(torch.isfinite(found.sum())):  # too large on the way, or truly so
-            found = self._directions.double() @ values.double().T
-        return found
 
     def merge(self, other: AttributedSum) -> None:
         """Take what another added up: of the same inputs, and of other rows."""
@@ -205,9 +204,13 @@ def layer_sums(asked: PreparedLayer, first: int, last: int, stop: Stop | None) -
         return np.zeros((pairs.count, groups))
     if asked.coefficients is not None:
         pairs = pairs.few()
-        total = AttributedSum(pairs, asked.coefficients, Groups(asked.grouping))
-        fold(layer, pairs.queries, asked.selected, [total], stop)
-        return total.result()
+        for wide in (False, True):
+            total = AttributedSum(pairs, asked.coefficients, Groups(asked.grouping), wide=wide)
+            fold(layer, pairs.queries, asked.selected, [total], stop)
+            found = total.result()
+            if np.isfinite(found).all():
+                break
+        return found  # a row that is not finite makes its group's sum so
     positions = np.flatnonzero(asked.selected)
     codes = asked.grouping.codes[positions]
     sums = np.zeros((pairs.count, groups))
