@@ -72,7 +72,7 @@ class GroupSum:
         if self._absolute:
             weights = weights.abs()
         found = few_runs(codes)
-        if found is None and weights.device.type == "cpu" and len(weights) <= _ONE_BY_ONE:
+        if found is None and len(weights) <= _ONE_BY_ONE:
             for query, of_query in enumerate(weights.double().numpy()):
                 np.add.at(totals.numpy()[:, query], codes, of_query)
             return
