@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dualform.cli import devices
 from dualform.cli.errors import CommandError
 from dualform.cli.interruption import Interruption, load_engine
 from dualform.cli.output import Progress, bytes_text, print_json, print_table
@@ -78,6 +79,8 @@ def add_to(commands: Any) -> None:
         )
         action.add_argument("index", type=Path, metavar="INDEX")
         action.add_argument("--json", action="store_true", help="print JSON")
+        if name == "inspect":
+            devices.add_to(action)
         action.set_defaults(run=run, parser=action)
 
 
@@ -132,6 +135,7 @@ def _inspect(options: argparse.Namespace) -> int:
     }
     size = _size(options.index)
     layers = info.layers.values()
+    held = devices.held(options)
     if options.json:
         print_json(
             {
@@ -139,6 +143,7 @@ def _inspect(options: argparse.Namespace) -> int:
                 "optimizer": info.optimizer,
                 "bytes": size,
                 "sampling": None if info.sampling is None else asdict(info.sampling),
+                "devices": devices.as_json(held),
                 "layers": [
                     {
                         "name": layer.name,
@@ -207,6 +212,7 @@ def _inspect(options: argparse.Namespace) -> int:
         print()
         print(f"columns of row space {space}")
         print_table(["column", "type"], columns.items())
+    devices.show(held)
     return 0
 
 
