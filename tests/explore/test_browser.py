@@ -6,6 +6,7 @@ skip. Every request that the browser makes is written down, and must stay on thi
 
 from __future__ import annotations
 
+import http.client
 import re
 import shutil
 import subprocess
@@ -222,6 +223,7 @@ def test_the_reverse_is_asked_and_the_link_leads_back(page: Page, address: str) 
     assert "seen=" in page.url
     said = page.locator(".results").inner_text()
     page.get_by_role("button", name="Copy link").click()
+    expect(page.get_by_text("Copied.")).to_be_visible()
     link = page.evaluate("navigator.clipboard.readText()")
     page.evaluate("history.back()")
     expect(page.get_by_role("heading", name="Example 7", exact=True)).to_be_visible()
@@ -291,6 +293,15 @@ def test_trouble_is_said(page: Page, address: str) -> None:
     ):
         page.goto(f"{address}/?{view}")
         expect(page.locator(".trouble")).to_contain_text(words)
+
+
+def test_a_page_of_somebody_else_may_not_ask(address: str) -> None:
+    """One whose own name was made to lead to this machine."""
+    for host, status in (("evil.example", 400), (urlsplit(address).netloc, 200)):
+        connection = http.client.HTTPConnection(urlsplit(address).netloc)
+        connection.request("GET", "/", headers={"Host": host})
+        assert connection.getresponse().status == status
+        connection.close()
 
 
 def test_keys_labels_light_and_dark(page: Page, address: str) -> None:

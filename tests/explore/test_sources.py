@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,8 @@ from dualform.cli.main import main
 from dualform.client import AsyncClient, DualformError, InvalidArgumentError, UnavailableError
 from dualform.explore import LocalSources, ServerSources
 from dualform.explore.app import run
+from dualform.serve import ConfigError
+from dualform.serve.explorer import check_installed
 
 from .conftest import wait
 from .memory import Digits
@@ -39,6 +43,18 @@ def test_the_page_is_on_this_machine_alone(digits: Digits) -> None:
     for host in ("0.0.0.0", "example.org", "::"):
         with pytest.raises(InvalidArgumentError, match="on this machine alone"):
             run(sources, host=host)
+
+
+def test_what_is_not_installed_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], digits: Digits
+) -> None:
+    monkeypatch.setitem(sys.modules, "nicegui", None)
+    assert main(["explore", str(digits.path)]) == 2
+    assert "[explore]" in capsys.readouterr().err
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="explore needs nicegui: pip install"):
+        check_installed(True)
+    check_installed(False)
 
 
 @pytest.mark.parametrize(

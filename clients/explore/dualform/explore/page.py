@@ -21,7 +21,7 @@ from dualform.explore import sections
 from dualform.explore.answers import Answer
 from dualform.explore.asking import Asker, answer, class_columns, last_layer
 from dualform.explore.browsing import offered
-from dualform.explore.lines import QUERY_FILE, Lines, lines_of
+from dualform.explore.lines import QUERY_FILE, lines_of
 from dualform.explore.markup import link
 from dualform.explore.queries import MOST_BYTES, Uploads, query_of
 from dualform.explore.sources import Source, Sources
@@ -67,13 +67,13 @@ class Page:
             self._takes = "a picture, a text, a .npy or .csv file"
         self._view, self._wrong = view_of(parse_qs(parameters, keep_blank_values=True))
         self._answer: Answer | None = None
-        self._lines = Lines("", "")
         self._task: asyncio.Task[None] | None = None
         self._began = 0.0
         self._step = ""
         self._setting = False
         self._steps = self._shown = 0
         self._lay_out()
+        ui.context.client.on_delete(self._give_up)  # nobody looks any more
         ui.timer(0.01, self._begin, once=True)
 
     def _begin(self) -> None:
@@ -92,7 +92,7 @@ class Page:
                 self._layer = self._select("layer", self._pick_layer)
                 ui.element("div").classes("grow")
                 self._dark = ui.dark_mode(None)
-                ui.button("Copy link", on_click=self._copy_link).props("flat dense no-caps")
+                self._copying("Copy link", "location.href")
                 ui.button("Light or dark", on_click=self._turn).props("flat dense no-caps")
             with ui.element("div").classes("body"):
                 with ui.element("aside").classes("side").props('aria-label="index and examples"'):
@@ -158,9 +158,18 @@ class Page:
         self._again.visible = self._elsewhere.visible = False
 
     def _code(self, name: str) -> Any:
-        shown = ui.html("", sanitize=False)
-        ui.button(f"Copy {name}", on_click=lambda: self._copy(name)).props("flat dense no-caps")
+        with ui.element("div").classes("code"):
+            shown = ui.html("", sanitize=False)
+            self._copying(
+                f"Copy {name}", "event.target.closest('.code').querySelector('code').innerText"
+            )
         return shown
+
+    def _copying(self, label: str, what: str) -> None:
+        """A button that copies; browsers allow it in the click itself alone."""
+        made = ui.button(label).props("flat dense no-caps")
+        script = f"async (event) => {{ await navigator.clipboard.writeText({what}); emit() }}"
+        made.on("click", lambda: ui.notify("Copied."), js_handler=script)
 
     def _select(self, label: str, picked: Any) -> Any:
         made = ui.select([], label=label, on_change=picked)
@@ -235,14 +244,6 @@ class Page:
     def _turn(self) -> None:
         self._dark.value = not self._dark.value
 
-    def _copy_link(self) -> None:
-        ui.run_javascript("navigator.clipboard.writeText(location.href)")
-        ui.notify("The link is copied.")
-
-    def _copy(self, name: str) -> None:
-        ui.clipboard.write(self._lines.python if name == "Python" else self._lines.commands)
-        ui.notify("Copied.")
-
     def _download(self) -> None:
         if self._answer is not None:
             sink = io.BytesIO()
@@ -313,9 +314,9 @@ class Page:
         found = await answer(asker, query)
         self._answer = found
         self._results.set_content(sections.whole(found, view, opened.info.version))
-        self._lines = lines_of(opened.source, view, found.unit, found.column)
-        self._python.set_content(_pre(self._lines.python))
-        self._commands.set_content(_pre(self._lines.commands))
+        lines = lines_of(opened.source, view, found.unit, found.column)
+        self._python.set_content(_pre(lines.python))
+        self._commands.set_content(_pre(lines.commands))
         self._elsewhere.visible = True
         if self._wrong:
             self._trouble.set_content(_alert("Of the link, not read: " + "; ".join(self._wrong)))
