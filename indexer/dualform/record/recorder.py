@@ -155,6 +155,7 @@ class Recorder:
             _program(),
             self._sampling,
             self._replica.rank,
+            self._coverage.left_out,
         )
         self._hooks_seen = HooksSeen(model)
         self._handles = [

@@ -68,6 +68,22 @@ class WriterLock:
             self._close()
 
 
+def holder_of(target: Path) -> str | None:
+    """Who holds the lock on a target, such as "process 4711 on node3"; None where nobody does."""
+    target = Path(os.path.realpath(target))
+    try:
+        fd = os.open(target.with_name(f".{target.name}.lock"), os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _holder(fd)
+    finally:
+        os.close(fd)
+    return None
+
+
 def _this_process() -> dict[str, int | str]:
     return {"pid": os.getpid(), "host": socket.gethostname()}
 

@@ -7,13 +7,13 @@ written last and carries its own digest, so that a segment is there as a whole o
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dualform.store.errors import DamagedError, NotFoundError, VersionError
-from dualform.store.fields import Fields, wrong
+from dualform.store.fields import Fields, text, wrong
 from dualform.store.files import check_seal, read_json, write_sealed
 from dualform.store.ranks import Rank
 from dualform.store.sampling import (
@@ -75,6 +75,7 @@ class RecordingManifest:
         created_by: Program and version.
         sampling: Which rows are kept.
         ranks: Of which process of a data-parallel run; None of a run in one process.
+        left_out: Modules that hold matrices and are not recorded, by reason; said, not compared.
     """
 
     optimizer: str
@@ -83,6 +84,7 @@ class RecordingManifest:
     created_by: str
     sampling: Sampling = ALL_ROWS
     ranks: Rank | None = None
+    left_out: Mapping[str, Sequence[str]] = field(default_factory=dict, compare=False)
 
     def save(self, directory: Path) -> None:
         """Write `manifest.json` atomically."""
@@ -91,7 +93,9 @@ class RecordingManifest:
         sampling = {} if self.sampling.whole else {"sampling": self.sampling.to_json()}
         ranks = {} if self.ranks is None else {"ranks": self.ranks.to_json()}
         head = {"format": FORMAT, "version": 3 if ranks else 2}
+        left_out = [{"reason": why, "layers": list(n)} for why, n in self.left_out.items()]
         data = {**head, **fields, **sampling, **ranks, "layers": layers}
+        data |= {"left_out": left_out} if left_out else {}
         write_sealed(directory / MANIFEST, data)
 
     @classmethod
@@ -138,6 +142,7 @@ class RecordingManifest:
             created_by=data.text("created_by"),
             sampling=Sampling.read(data),
             ranks=Rank.read(data),
+            left_out=_left_out(data),
         )
 
 
@@ -150,6 +155,13 @@ def read_sealed(path: Path) -> dict[str, Any]:
     data = read_json(path, RERECORD)
     check_seal(path, data, RERECORD)
     return data
+
+
+def _left_out(data: Fields) -> dict[str, tuple[str, ...]]:
+    if not data.has("left_out"):
+        return {}
+    groups = data.objects("left_out", lambda f: (f.text("reason"), f.each("layers", text)))
+    return dict(groups)
 
 
 def _layer_spec(data: Fields) -> LayerSpec:

@@ -23,7 +23,7 @@ from typing import NoReturn
 from dualform import __version__
 from dualform._errors import DualformError
 from dualform._install import pip_install
-from dualform.cli import admin, explore, index, plot, query, serve
+from dualform.cli import admin, explore, index, plot, query, record, serve
 from dualform.cli.errors import CommandError
 from dualform.cli.interruption import INTERRUPTED
 
@@ -105,6 +105,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"dualform {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    record.add_to(commands)
     index.add_to(commands)
     serve.add_to(commands)
     admin.add_to(commands)

@@ -1,0 +1,122 @@
+"""`dualform record inspect`: what is committed, while training runs and after it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dualform.cli.main import main
+from dualform.record import Recorder
+from dualform.record.disk import DiskSink
+from dualform.store.lock import holder_of
+from dualform.store.ranks import Rank
+from dualform.store.recording_format import RecordingManifest
+
+ROWS, D_IN, D_OUT = 4, 5, 3
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(D_IN, D_OUT)
+        self.table = nn.Parameter(torch.ones(D_OUT, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x).tanh() @ self.table
+
+
+class Training:
+    """Steps one by one, each committed at once."""
+
+    def __init__(self, path: Path) -> None:
+        self.model = Net()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        sink = DiskSink(path, segment_bytes=1)
+        self.recorder = Recorder(self.model, self.optimizer, sink, zero_rows=False)
+        self.sink = sink
+
+    def step(self, clip: float | None = None) -> None:
+        x = torch.randn(ROWS, D_IN)
+        self.recorder.annotate(label=torch.arange(ROWS))
+        self.optimizer.zero_grad()
+        self.model(x)[1:].sum().backward()  # the first row's value is zero
+        if clip is not None:
+            nn.utils.clip_grad_value_(self.model.parameters(), clip)
+        self.optimizer.step()
+        self.sink.commit()
+
+
+def inspected(capsys: pytest.CaptureFixture[str], path: Path) -> dict[str, Any]:
+    capsys.readouterr()
+    assert main(["record", "inspect", str(path), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)  # type: ignore[no-any-return]
+
+
+def test_while_training_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run"
+    training = Training(path)
+    view = inspected(capsys, path)
+    assert view["steps"] == 0
+    assert view["writer"]
+    assert view["seconds_since_commit"] is None
+    training.step()
+    training.step(clip=1e-3)
+    view = inspected(capsys, path)
+    assert (view["steps"], view["complete"]) == (2, False)
+    assert "this process" in view["writer"]
+    assert view["seconds_since_commit"] < 60
+    (layer,) = view["layers"]
+    kept = 2 * (ROWS - 1)
+    assert (layer["name"], layer["rows"]) == ("first", kept)
+    assert layer["bytes"] == kept * 4 * (D_IN + D_OUT)
+    assert layer["dropped"] == {"zero": 2}
+    assert layer["encodings"] == ["float32"]
+    assert "clipped by value" in layer["inexact"][0]["reason"]
+    assert layer["inexact"][0]["from_step"] == 1
+    assert list(view["left_out"].values()) == [[""]]  # the model itself holds the table
+    assert set(view["columns"]) == {"step", "slot", "position", "label"}
+    files = [file for file in path.rglob("*") if file.is_file()]
+    assert view["bytes"] == sum(file.stat().st_size for file in files)
+
+    training.step()
+    assert inspected(capsys, path)["steps"] == 3
+    assert main(["record", "inspect", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "3 steps of SGD committed" in said
+    assert "being recorded by this process" in said
+    assert "recorded with zero_rows=False" in said
+    assert "not from step 1 on: the gradient was clipped by value" in said
+    assert "write it as nn.Linear" in said
+    training.recorder.close()
+    assert holder_of(path) is None
+    assert main(["record", "inspect", str(path)]) == 0
+    assert "; complete" in capsys.readouterr().out
+    (path / "closed.json").unlink()
+    assert main(["record", "inspect", str(path)]) == 0
+    assert "cut off: no process writes it" in capsys.readouterr().out
+
+
+def test_every_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Some may have more steps than others, and one may not be there yet."""
+    for rank in range(2):
+        training = Training(tmp_path / "run" / f"rank-{rank}")
+        for _ in range(rank + 1):
+            training.step()
+        training.recorder.close()
+        folder = tmp_path / "run" / f"rank-{rank}"
+        replace(RecordingManifest.load(folder), ranks=Rank(rank, 3)).save(folder)
+    ranks = inspected(capsys, tmp_path / "run")["ranks"]
+    assert [(view["rank"]["rank"], view["steps"]) for view in ranks] == [(0, 1), (1, 2)]
+    assert main(["record", "inspect", str(tmp_path / "run")]) == 0
+    assert "rank-1 (rank 1 of 3): 2 steps" in capsys.readouterr().out
+
+
+def test_no_recording(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["record", "inspect", str(tmp_path)]) == 2
+    assert "is not a recording" in capsys.readouterr().err
