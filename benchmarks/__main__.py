@@ -12,6 +12,7 @@
     python -m benchmarks answers     sums, outputs, gRPC on top, and how top-k grows with the memory
     python -m benchmarks gpu         a GPU beside its memory, FAISS alone and the CPU
     python -m benchmarks attribution  examples behind a prediction beside one read, beside products
+    python -m benchmarks machines    shards with 1, 2 and 4 actors: bytes, seconds, a cost model
     python -m benchmarks ratios      what the above wrote beside the key ratios in ratios.json
 
 Each says with --help what it takes. OpenMP's wait policy is set here, before torch is imported.
@@ -38,6 +39,7 @@ NAMES = (
     "memory",
     "refused",
     "gpu",
+    "machines",
     "ratios",
 )
 

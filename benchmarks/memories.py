@@ -13,6 +13,7 @@ from torch import nn
 
 from dualform.engine import Index
 from dualform.index import build_index
+from dualform.index.build import SHARD_ROWS
 from dualform.record import Recorder
 
 BATCH = 128
@@ -64,8 +65,14 @@ def network() -> nn.Sequential:
     )
 
 
-def trained(data: Path, folder: Path, steps: int) -> Path:
+def trained(data: Path, folder: Path, steps: int, shards: int | None = None) -> Path:
     """Train the paper's network with the authors' settings, and publish what it recorded.
+
+    Args:
+        data: As for `images`.
+        folder: Where the index goes.
+        steps: How many.
+        shards: In so many, all of one size; None leaves it to the build.
 
     Returns:
         The index, in `folder`; the recording is gone.
@@ -87,7 +94,8 @@ def trained(data: Path, folder: Path, steps: int) -> Path:
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-    build_index(recording, index)
+    rows = SHARD_ROWS if shards is None else -(-steps * BATCH // shards)
+    build_index(recording, index, shard_rows=rows)
     shutil.rmtree(recording)
     return index
 

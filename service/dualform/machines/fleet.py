@@ -12,6 +12,7 @@ import itertools
 import logging
 import os
 import pickle
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -34,6 +35,7 @@ LOCAL = "local"
 """In place of a cluster's address: Ray is started on this machine, and ends with the server."""
 _LOOK_S = 0.05
 _WATCH_S = 0.25
+_KNOCK_S = 10.0
 _SHARED_BYTES = 100_000
 _OBJECT_STORE = 256 << 20
 
@@ -238,6 +240,7 @@ class Fleet:
                     **common,
                 )
             else:
+                _knock(address)
                 ray.init(address=address, **common)
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             where = "on this machine" if address == LOCAL else f"at {address}"
@@ -415,6 +418,13 @@ def _has_not(refused: Refused) -> bool:
     if issubclass(refused.kind, DataLossError):
         return True
     return refused.opening and not issubclass(refused.kind, CancelledError)
+
+
+def _knock(address: str) -> None:
+    """Raise OSError where nobody listens at HOST:PORT: Ray would try for minutes."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if colon and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), _KNOCK_S).close()
 
 
 def _nodes(ray: Any) -> list[Any]:
