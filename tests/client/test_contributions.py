@@ -147,7 +147,7 @@ def test_of_an_inexact_layer(tmp_path: Path) -> None:
         for client in (remote, Client.local(tmp_path / "index")):
             with pytest.raises(FailedPreconditionError) as caught:
                 ask_unit_0(client)
-            assert (caught.value.reason, caught.value.field) == ("INEXACT", "layer")
+            assert (caught.value.reason, caught.value.field) == ("INEXACT", "rank_by")
             assert mark.reason in str(caught.value)
             assert "Foreign" in str(caught.value)
 
