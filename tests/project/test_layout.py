@@ -37,7 +37,18 @@ MAY_IMPORT = {
     "client": {"engine", "layers", "questions", "record", "index", "store", "v1"},
     "plot": {"client", "v1"},
     "explore": {"client"},
-    "cli": {"serve", "client", "plot", "explore", "engine", "record", "index", "store", "v1"},
+    "cli": {
+        "serve",
+        "client",
+        "plot",
+        "explore",
+        "engine",
+        "questions",
+        "record",
+        "index",
+        "store",
+        "v1",
+    },
 }
 # The rooms of the engine, from the lowest up; a file may use its own room and those before it.
 ROOMS = ["rows", "memory", "plan", "devices", "totals", "topk", "groups", "api", "messages"]
