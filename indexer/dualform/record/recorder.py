@@ -307,7 +307,7 @@ class Recorder:
             step, passes, blocks.blocks, ledger, tuple(self._marks), dropped=blocks.dropped
         )
         if step == self._first_step:
-            size = batch.nbytes if batch.passes else int(size * self._sampling.sample)
+            size = batch.written if batch.passes else int(size * self._sampling.sample)
             size //= self._sampling.every
             self._sink.begin(self._state(), size, self._planned_steps)
             room = getattr(self._sink, "room", None)
@@ -350,7 +350,7 @@ class Recorder:
     def _with_state(self, batch: StepBatch) -> StepBatch:
         """The step's batch, with the state after it where that is due: the layers' that are exact
         and have values, as nothing else starts from a stored state."""
-        self._bytes_since_state += batch.nbytes
+        self._bytes_since_state += batch.written
         if self._bytes_since_state <= self._bytes_per_state:
             return batch
         layers = [layer for layer in self._layers if layer.exact] if self._values else []

@@ -57,8 +57,20 @@ class StepBatch(NamedTuple):
     dropped: Sequence[DroppedRows] = ()
 
     @property
+    def written(self) -> int:
+        """What the step takes on disk, metadata apart: keys that several layers saw lie there
+        once."""
+        met: set[tuple[str, int]] = set()
+        twice = 0
+        for item in self.passes:
+            key = item.keys.xxh3, len(item.keys.memory)
+            twice += key[1] if key in met else 0
+            met.add(key)
+        return self.nbytes - twice
+
+    @property
     def nbytes(self) -> int:
-        """What the step takes on disk, metadata apart."""
+        """What the step takes in memory, metadata apart."""
         total = sum(array.nbytes for array in self.state.values()) if self.state else 0
         for item in self.passes:
             total += len(item.keys.memory)

@@ -193,9 +193,13 @@ class RecordingWriter:
         marks: Sequence[tuple[str, InexactMark]] = (),
         dropped: Sequence[DroppedRows] = (),
     ) -> None:
-        """Add one step to the open segment. Its memory is used until the next `flush`."""
+        """Add one step to the open segment. Its memory is used until the next `flush`.
+
+        Keys that several layers saw (q, k and v of one input) are written once.
+        """
+        written: dict[tuple[int, str, str], tuple[memoryview, Span]] = {}
         for item in passes:
-            keys = self._place(item.keys)
+            keys = self._place_once(item.keys, written)
             values = None if item.values is None else self._place(item.values)
             block = self._blocks + len(self._open.blocks) + item.block
             record = PassRecord(self._segments, self.steps, item.rows, block, keys, values)
@@ -270,6 +274,21 @@ class RecordingWriter:
             os.close(self._fd)
             self._fd = None
 
+    def _place_once(
+        self, record: Record, written: dict[tuple[int, str, str], tuple[memoryview, Span]]
+    ) -> Span:
+        """Place a record, or name the one that has its bytes already."""
+        if not record.nbytes:
+            return self._place(record)
+        key = record.nbytes, record.xxh3 or digest(record.memory[: record.nbytes]), record.encoding
+        if key in written:
+            memory, span = written[key]
+            if _same(memory, record.memory):  # a digest is no proof
+                return span
+        span = self._place(record)
+        written[key] = record.memory, span
+        return span
+
     def _place(self, record: Record) -> Span:
         xxh3 = record.xxh3 or digest(record.memory[: record.nbytes])
         span = Span(self._open.offset, record.nbytes, xxh3, record.encoding)
@@ -313,6 +332,12 @@ class RecordingWriter:
 
     def _part(self, suffix: str) -> Path:
         return self._directory / segment_name(self._segments, suffix)
+
+
+def _same(one: memoryview, other: memoryview) -> bool:
+    """Whether two records have the same bytes, the padding to whole pages included."""
+    a, b = (np.frombuffer(memory, np.uint64) for memory in (one, other))
+    return np.array_equal(a, b)
 
 
 def _was_never_started(path: Path) -> bool:
