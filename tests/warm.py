@@ -3,8 +3,8 @@
 Importing torch, FAISS, Arrow and gRPC takes seconds, what a test wants of a process often a
 hundredth of that. One process imports them; each that is asked for is a fork of it, with arguments,
 folder and standard streams of its own, and one thread for torch. It prints, ends and is killed as a
-fresh one. What tests imports, closed streams or an environment, or measures memory, starts a fresh
-one by `subprocess`.
+fresh one. What tests imports, closed streams or an environment, or how much memory a whole process
+has, starts a fresh one by `subprocess`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from types import TracebackType
 from typing import IO, Any
 
 SECONDS = 300
-# What nothing reads while it is imported.
-_OF_NO_MATTER = {"PYTEST_CURRENT_TEST", "PATH", "DUALFORM_TOKEN"}
+# What somebody reads while it is imported; other variables are the fork's own.
+_READ_AT_IMPORT = ("GRPC_", "LANG", "LC_", "MPL", "OMP_", "PYTHON")
 
 
 class Process:
@@ -119,12 +119,10 @@ class Origin:
     """The process that has imported everything.
 
     Attributes:
-        environment: As it was when it began.
         commands: A folder for PATH, whose `dualform` is a fork of it too.
     """
 
     def __init__(self) -> None:
-        self.environment = _environment()
         self.commands = Path(tempfile.mkdtemp(prefix="warm-"))
         self._address = str(self.commands / "socket")
         (self.commands / "dualform").write_text(_COMMAND % (sys.executable, self._address))
@@ -138,6 +136,8 @@ class Origin:
             self._process = subprocess.Popen(
                 [sys.executable, "-W", "error::DeprecationWarning", __file__, *map(str, handed)],
                 pass_fds=handed,
+                env=_BEFORE_TESTS[0],
+                cwd=Path(__file__).parent,
             )
         atexit.register(self.close)
 
@@ -182,8 +182,8 @@ def _origin() -> Origin:
 
 
 def fits() -> bool:
-    """Whether the environment is still what it was when the process began."""
-    return _origin().environment == _environment()
+    """Whether the environment is what the process began with, as far as imports read it."""
+    return _environment() == _BEFORE_TESTS[1]
 
 
 def commands() -> Path:
@@ -229,7 +229,11 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def _environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name not in _OF_NO_MATTER}
+    return {name: value for name, value in os.environ.items() if name.startswith(_READ_AT_IMPORT)}
+
+
+# Before any test has changed it.
+_BEFORE_TESTS = dict(os.environ), _environment()
 
 
 def _number(connection: socket.socket) -> int:

@@ -76,6 +76,11 @@ def test_a_commit_is_checked_by_what_lint_runs() -> None:
     assert tools == set(re.findall(r"^(\S+)", recipe, re.MULTILINE))
 
 
+def test_two_processes_share_the_tests_unless_one_is_asked_for() -> None:
+    assert "--numprocesses=2 --dist=worksteal" in make("--dry-run", "test").stdout
+    assert "--numprocesses=0 " in make("--dry-run", "test", "WORKERS=0").stdout
+
+
 def test_lint_holds_the_boundaries() -> None:
     assert "tests/project/test_layout.py" in make("--dry-run", "lint").stdout
 
