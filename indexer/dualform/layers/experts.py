@@ -257,7 +257,8 @@ class Expert(ProductKind):
 
 
 def _are_experts(module: nn.Module) -> bool:
-    weights = [module._parameters.get(name) for name in _NAMES]
+    parameters = dict(module.named_parameters(recurse=False))  # a scripted module's too
+    weights = [parameters.get(name) for name in _NAMES]
     return all(weight is not None and weight.dim() == 3 for weight in weights)
 
 

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from dualform._errors import DualformError
 from dualform.engine.errors import EngineError
 
 MAX_K = 2048
@@ -60,7 +61,7 @@ class Device(Protocol):
         """
 
 
-class OnDeviceError(Exception):
+class OnDeviceError(DualformError):
     """A device could not answer; the CPU can.
 
     Args:
