@@ -156,7 +156,7 @@ class Index(Keywords):
             return cls(Path(path), devices=devices, use_faiss=use_faiss, shards=shards)
         devices = Devices.find(device, gpu_memory)
         index = cls(Path(path), devices=devices, use_faiss=use_faiss, shards=shards)
-        weakref.finalize(index, devices.close)
+        weakref.finalize(index, devices.close, wait=False)  # from whatever thread collects it
         return index
 
     def __enter__(self) -> Index:

@@ -41,7 +41,10 @@ class Device(Protocol):
         """Let a search take so many bytes at most for what it computes in."""
 
     def current(self) -> AbstractContextManager[None]:
-        """In which what is called goes to this device, in order."""
+        """In which what is called goes to this device, in order; one thread at a time."""
+
+    def aside(self) -> AbstractContextManager[None]:
+        """In which memory is taken and filled there, beside what another thread computes."""
 
     def empty(self, rows: int, width: int) -> torch.Tensor:
         """Room for so many rows, float32 [rows, width], on the device."""

@@ -177,10 +177,12 @@ class Devices:
         whole = int(memory * device.memory) if isinstance(memory, float) else memory
         if whole > device.memory:
             raise ValueError(f"gpu_memory is {whole:,} bytes; {device.name} has {device.memory:,}")
-        scratch = min(MOST_SCRATCH, whole // 8)
-        budget = whole - 3 * scratch  # FAISS's, ours, and what is streamed
-        device.bound_scratch(scratch)
+        found, reason, budget, scratch = paces, None, 0, 0
         try:
+            whole = min(whole, _free(device, whole))
+            scratch = min(MOST_SCRATCH, whole // 8)
+            budget = whole - 3 * scratch  # FAISS's, ours, and what is streamed
+            device.bound_scratch(scratch)
             reason = self_test.wrong(device)
             found = paces or self_test.measured(device, budget)
         except Exception as error:  # a driver's, or FAISS's: whatever it is, the CPU answers
@@ -196,6 +198,7 @@ class Devices:
         LOG.info(
             "%s (%s) holds up to %.1f GiB of rows", device.name, device.title, budget / (1 << 30)
         )
+        assert found is not None
         self.places.append(Place(device, budget, scratch, found))
 
     def add(self, title: str, layers: Iterable[Layer]) -> None:
@@ -298,14 +301,18 @@ class Devices:
         with self._changed:
             return self._changed.wait_for(lambda: not self._dirty or self._closed, timeout)
 
-    def close(self) -> None:
-        """Hold nothing any more."""
+    def close(self, *, wait: bool = True) -> None:
+        """Hold nothing any more.
+
+        Args:
+            wait: Until what is being loaded has been given up.
+        """
         with self._lock:
             self._closed = True
             self._known.clear()
             self._changed.notify_all()
             worker = self._worker
-        if worker is not None and worker is not threading.current_thread():
+        if wait and worker is not None and worker is not threading.current_thread():
             worker.join()
 
     def _used_by(self, place: Place) -> list[int]:
@@ -398,6 +405,18 @@ class Devices:
             rows.nbytes / (1 << 30),
             time.perf_counter() - start,
         )
+
+
+def _free(device: Device, wanted: int) -> int:
+    """Bytes that nobody has taken; fewer than are wanted are worth a word."""
+    free = device.free()
+    if free < wanted:
+        LOG.warning(
+            "%s has %.1f GiB free, less than gpu_memory says: no more is taken",
+            device.name,
+            free / (1 << 30),
+        )
+    return free
 
 
 def _still(known: _Known, wanted: Mapping[Place, Lot]) -> list[Held]:

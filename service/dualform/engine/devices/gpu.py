@@ -47,6 +47,12 @@ class Gpu:
             )
             yield
 
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        # FAISS's resources are not touched: they are for one thread at a time.
+        with torch.cuda.device(self.where):
+            yield
+
     def empty(self, rows: int, width: int) -> torch.Tensor:
         return torch.empty((rows, width), dtype=torch.float32, device=self.where)
 

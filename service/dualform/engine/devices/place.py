@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
 from dualform._errors import DualformError
@@ -94,7 +94,7 @@ class Place:
         Raises:
             OnDeviceError: It is out of memory, or has failed and is not used any more.
         """
-        with self.lock, self.beside():
+        with self.lock, self._guarded(self.device.current()):
             yield
 
     @contextmanager
@@ -104,10 +104,15 @@ class Place:
         Raises:
             OnDeviceError: As `used`.
         """
+        with self._guarded(self.device.aside()):
+            yield
+
+    @contextmanager
+    def _guarded(self, context: AbstractContextManager[None]) -> Iterator[None]:
         if self.refused is not None:
             raise OnDeviceError(self._failed(self.refused))
         try:
-            with self.device.current():
+            with context:
                 yield
         except (DualformError, OnDeviceError, OSError):
             raise  # nothing of the device's

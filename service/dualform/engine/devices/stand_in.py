@@ -49,6 +49,11 @@ class StandIn:
         self._before("current")
         yield
 
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        self._before("aside")
+        yield
+
     def empty(self, rows: int, width: int) -> torch.Tensor:
         self._before("empty")
         if 4 * rows * width > self.free():
