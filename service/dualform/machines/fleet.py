@@ -233,6 +233,8 @@ class Fleet:
             if address == LOCAL:
                 count = count or len(os.sched_getaffinity(0))
                 ray.init(
+                    # Also where this machine belongs to a cluster.
+                    address=LOCAL,
                     # As many as there are machines: they share what cores there are.
                     num_cpus=count,
                     include_dashboard=False,
