@@ -42,8 +42,8 @@ def start(recording: Path, target: Path, fresh: bool) -> Any:
         process = warm.start("dualform", *words)
     status = Path(f"/proc/{process.pid}/status")
     while process.poll() is None:
-        if not fresh:  # importing took no time: the build has begun where there is a folder
-            if target.parent.exists():
+        if not fresh:  # importing took no time: the build has begun where its folder is
+            if target.with_name(".index.partial").exists():
                 break
             continue
         caught = status.read_text().split("SigCgt:")[1].split()[0]

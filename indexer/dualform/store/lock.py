@@ -16,6 +16,8 @@ from pathlib import Path
 
 from dualform.store.errors import BusyError
 
+_AT_ONCE = fcntl.LOCK_EX | fcntl.LOCK_NB
+
 
 class WriterLock:
     """Held from the call until `release`, or the end of the process.
@@ -36,7 +38,7 @@ class WriterLock:
         while self._fd is None:
             fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(fd, _AT_ONCE)
                 # Whoever held it may have removed the file between the two calls above.
                 if self._path.exists() and os.path.samestat(os.fstat(fd), os.stat(self._path)):
                     self._fd, fd = fd, -1
@@ -47,6 +49,11 @@ class WriterLock:
                 raise BusyError(target, _holder(fd)) from None
             except FileNotFoundError:
                 pass
+            except BaseException:  # Ctrl-C between these calls
+                with contextlib.suppress(OSError):  # another's stays
+                    fcntl.flock(fd if self._fd is None else self._fd, _AT_ONCE)
+                    self._path.unlink()
+                raise
             finally:
                 if fd >= 0:
                     os.close(fd)
