@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -190,6 +190,7 @@ def faiss_alone(device: Device, layer: Layer) -> Callable[[np.ndarray, int], obj
     """FAISS's flat index of the layer's keys: on the GPU, or on the host for a stand-in."""
     import faiss
 
+    flat: Any
     if isinstance(device, Gpu):
         config = faiss.GpuIndexFlatConfig()
         config.device, config.use_cuvs = device.where.index, False
@@ -207,36 +208,36 @@ def against_cpu(
     """The device's answers and the planner's beside the CPU's cheapest."""
     where = parse_filter("label < 5 and step > 0")
     found = {}
+    questions: dict[str, Callable[[Index, np.ndarray, Literal["auto", "device"]], Any]] = {
+        "top-k": lambda of, asked, way: of.top_k(LAYER, asked, 10, strategy=way),
+        "top-k, absolute": lambda of, asked, way: of.top_k(
+            LAYER, asked, 10, order="absolute", strategy=way
+        ),
+        "top-k, half the rows": lambda of, asked, way: of.top_k(
+            LAYER, asked, 10, where=where, strategy=way
+        ),
+        "absolute sums": lambda of, asked, way: of.sums(
+            LAYER, asked, "label", absolute=True, strategy=way
+        ),
+        "output, half the rows": lambda of, asked, way: of.dual_output(
+            LAYER, asked, where=where, strategy=way
+        ),
+    }
     for n in (1, 64):
         asked = queries[:n]
-        questions: dict[str, Callable[[Index, str], Any]] = {
-            "top-k": lambda of, s, a=asked: of.top_k(LAYER, a, 10, strategy=s),
-            "top-k, absolute": lambda of, s, a=asked: of.top_k(
-                LAYER, a, 10, order="absolute", strategy=s
-            ),
-            "top-k, half the rows": lambda of, s, a=asked: of.top_k(
-                LAYER, a, 10, where=where, strategy=s
-            ),
-            "absolute sums": lambda of, s, a=asked: of.sums(
-                LAYER, a, "label", absolute=True, strategy=s
-            ),
-            "output, half the rows": lambda of, s, a=asked: of.dual_output(
-                LAYER, a, where=where, strategy=s
-            ),
-        }
         for name, ask in questions.items():
-            same(name, ask(index, "device"), ask(cpu, "auto"))
+            same(name, ask(index, asked, "device"), ask(cpu, asked, "auto"))
             times = interleaved(
                 {
-                    "device": partial(ask, index, "device"),
-                    "auto": partial(ask, index, "auto"),
-                    "cpu": partial(ask, cpu, "auto"),
+                    "device": partial(ask, index, asked, "device"),
+                    "auto": partial(ask, index, asked, "auto"),
+                    "cpu": partial(ask, cpu, asked, "auto"),
                 },
                 rounds,
             )
             found[f"{name}, {n} queries"] = {
                 **{f"{each}_ms": taken.median for each, taken in times.items()},
-                "auto_is": ask(index, "auto").plan.strategy,
+                "auto_is": ask(index, asked, "auto").plan.strategy,
             }
     return found
 

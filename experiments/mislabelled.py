@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -95,7 +96,7 @@ class Case:
         self.labels[self.wrong] = (labels[self.wrong] + shift) % 10
         self.checkpoints: list[dict[str, torch.Tensor]] = []
 
-    def run(self, folder: Path) -> dict[str, object]:
+    def run(self, folder: Path) -> dict[str, Any]:
         """Train, index, ask; precision and seconds by way of ranking."""
         model = self.train(folder / "recording")
         build_index(folder / "recording", folder / "index")
@@ -147,7 +148,8 @@ class Case:
                 model, self.tests[which], target="loss", labels=self.truths[which]
             )
             assert found.values is not None
-            return found.values.sum(axis=0)
+            summed: np.ndarray = found.values.sum(axis=0)
+            return summed
 
         def self_influence() -> np.ndarray:
             found = client.scores(
