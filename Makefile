@@ -6,6 +6,7 @@ VENV := .venv
 DATA := $(or $(DUALFORM_DATA),../shared/data)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEMO := $(VENV)/.installed-demo
 PACKAGES := optimizers layers record store index questions engine replay serve client plot explore cli
 # Folders with Python of ours that is no package.
 LOOSE := examples experiments benchmarks scripts
@@ -28,7 +29,7 @@ help: ## This list
 
 setup: $(STAMP) ## Create .venv and install dualform with all it needs to develop (torch is large: minutes at first, seconds later)
 
-demo: $(STAMP) ## The whole job once on real digits: record, build, verify, serve, ask; answers in demo/
+demo: $(DEMO) ## The whole job once on real digits: record, build, verify, serve, ask; answers in demo/
 	@$(BIN)/python examples/digits_demo.py demo
 
 test: $(STAMP) ## All tests; those that need MNIST take it from DUALFORM_DATA (default ../shared/data) or skip
@@ -101,9 +102,18 @@ gpu-install-check: ## Install .[gpu] in an environment of its own (7 GB for a wh
 clean: ## Remove what the demo, the tests and builds leave behind; .venv stays
 	rm -rf demo $(LOWEST) $(GPU) .venv-matrix-* dist build .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
+# A virtual environment with what one extra brings: $(call install,EXTRA)
+define install
+@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit(None if (3, 10) <= sys.version_info[:2] <= (3, 13) else "dualform needs Python 3.10 to 3.13; this is " + sys.version.split()[0] + ": make setup PYTHON=python3.12")'
+@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+@echo "Installing dualform and what [$(1)] brings into $(VENV) (torch is large: minutes at first) ..."
+@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[$(1)]"
+@touch $@
+endef
+
 $(STAMP): pyproject.toml protos/dualform/_version.py
-	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit(None if (3, 10) <= sys.version_info[:2] <= (3, 13) else "dualform needs Python 3.10 to 3.13; this is " + sys.version.split()[0] + ": make setup PYTHON=python3.12")'
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "Installing dualform and its dependencies into $(VENV) (torch is large: minutes at first) ..."
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
-	@touch $@
+	$(call install,dev)
+
+# What [dev] installed is enough for the demo.
+$(DEMO): pyproject.toml protos/dualform/_version.py
+	$(if $(shell test $(STAMP) -nt pyproject.toml && echo yes),@touch $@,$(call install,demo))
