@@ -152,7 +152,7 @@ def test_a_strategy_that_does_not_apply_is_refused(
         with pytest.raises(InvalidArgumentError, match="'flat' does not apply") as caught:
             index.top_k("fc", queries, **{"k": 3, "strategy": "flat", **ask})
         assert caught.value.field == "strategy"
-    with pytest.raises(InvalidArgumentError, match="'certified', 'distinct_keys', 'flat', 'scan'"):
+    with pytest.raises(InvalidArgumentError, match="'device', 'distinct_keys', 'flat', 'scan'"):
         index.top_k("fc", queries, 3, strategy="fast")  # type: ignore[arg-type]
     with (
         Index.open(index.path, device="cpu", use_faiss=False) as torch_alone,

@@ -11,6 +11,7 @@ import torch
 from record import reading
 from torch import nn
 
+from dualform.record import Recorder
 from dualform.store.recording import Recording
 
 from . import training
@@ -44,7 +45,7 @@ def pairs() -> Any:
 
 
 def test_every_block_has_a_test() -> None:
-    assert len(BLOCKS) == 3
+    assert len(BLOCKS) == 4
 
 
 def test_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,3 +75,30 @@ def test_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     exec(compile(BLOCKS[2], str(PAGE), "exec"), space)
     assert Recording.open("runs/c").steps == 3
     reading.assert_rebuilds(Path("runs/c"))
+
+
+def test_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group of one process records as one without a group; test_ranks.py has several."""
+    monkeypatch.chdir(tmp_path)
+    net = nn.Sequential(nn.Linear(4, 3))
+    code, filled = re.subn(
+        r"    \.\.\. .*",
+        "    for inputs, labels in loader:\n"
+        "        recorder.annotate(label=labels)\n"
+        "        optimizer.zero_grad()\n"
+        "        torch.nn.functional.cross_entropy(model(inputs), labels).backward()\n"
+        "        optimizer.step()",
+        BLOCKS[3],
+    )
+    assert filled == 1
+    space = {"torch": torch, "Recorder": Recorder, "net": net, "loader": pairs()}
+    space["optimizer"] = torch.optim.SGD(net.parameters(), lr=0.1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'meet'}", rank=0, world_size=1
+    )
+    try:
+        exec(compile(code, str(PAGE), "exec"), space)
+    finally:
+        torch.distributed.destroy_process_group()
+    recording = Recording.open("runs/d")
+    assert (recording.steps, list(recording.marks)) == (3, ["0"])
