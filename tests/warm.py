@@ -199,7 +199,6 @@ def start(task: str, *arguments: object, errors: IO[Any] | None = None) -> Proce
         arguments: What is in its sys.argv[1:].
         errors: A file opened for reading and writing that takes standard error; closed with it.
     """
-    assert fits(), "the environment has changed: start a fresh process"
     return Process(_origin(), [task, *map(str, arguments)], errors)
 
 
@@ -283,6 +282,7 @@ def _serve(control: socket.socket, listener: socket.socket) -> Callable[[], obje
         listener.close()
         _wait_for_a_fork(*streams)
         torch.set_num_threads(1)  # the others do not survive a fork
+        torch.seed()
         folder, environment, task, *arguments = request
         os.chdir(folder)
         os.environ.clear()
