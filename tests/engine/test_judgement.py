@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from dualform.engine import Index, VerifyReport, verify_index
+from dualform.engine.api.judgement import Rebuilt, judge
 from dualform.index import build_index
 from dualform.record import Recorder
 from dualform.record.blocks import StepBlocks
@@ -172,3 +173,13 @@ def test_a_step_that_is_not_in_the_rows_is_a_fault(
     assert lost
     assert not report.ok
     assert "do not rebuild" in notes["value"]
+
+
+@pytest.mark.parametrize(("output_error", "sound"), [(3e-5, True), (2e-4, False)])
+def test_a_short_way_is_judged_by_what_outputs_are_answered_with(
+    output_error: float, sound: bool
+) -> None:
+    """A bias that came back to where it began: 320 float32 roundings beside a way of 1e-3."""
+    bias = Rebuilt("2.bias", error=1e-6, moved=1e-3, size=0.1, terms=1.0)
+    judgement = judge([bias], 320, output_error, marked=False)
+    assert (len(judgement.faults), len(judgement.notes)) == ((0, 1) if sound else (1, 0))

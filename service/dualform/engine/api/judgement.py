@@ -12,11 +12,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dualform.questions import MAX_RESIDUAL
+
 TOLERANCE = 1e-4
 """Relative error up to which weights count as rebuilt: training rounds in float32 at every step."""
-
-OUTPUT_TOLERANCE = 1e-5
-"""What may be missing of outputs where the weights' own way is too short to judge by."""
 
 NOISE = 1e-5
 """A gradient so small beside the terms that it is the sum of is their rounding."""
@@ -85,7 +84,7 @@ def judge(
         marked: The recorder found something that the ledger does not explain.
     """
     faults, notes = [], []
-    outputs_agree = output_error is None or output_error <= OUTPUT_TOLERANCE
+    outputs_agree = output_error is None or output_error <= MAX_RESIDUAL
     for parameter in rebuilt:
         if marked:
             continue
