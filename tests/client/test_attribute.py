@@ -331,6 +331,10 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"target": lambda logits: logits.argmax(1).float()}, "target", "no gradient flows"),
     ({"target": lambda logits: logits[:, 0] / 0}, "target", "must be finite"),
     ({"target": lambda logits: logits[:, 0] * logits[:, 0].sum()}, "inputs", "influence"),
+    # Taken together these cancel: a row's gradient is zero, though it is of two inputs.
+    ({"target": lambda logits: logits[:, 0] - logits[:, 0].mean()}, "inputs", "influence"),
+    ({"target": lambda logits: (logits - logits.roll(1, 0))[:, 0]}, "inputs", "influence"),
+    ({"target": lambda logits: logits[:, 0].softmax(0)}, "inputs", "influence"),
     ({"by": "lable"}, "by", "unknown column"),
     ({"by": "position"}, "by", "no row has a value"),
     ({"k": 0}, "k", "at least 1"),
@@ -364,6 +368,24 @@ def test_another_model(trained: Trained, client: Client) -> None:
         client.attribute(wider, trained.inputs[:2])
     with pytest.raises(InvalidArgumentError, match=r"a torch\.nn\.Module is needed"):
         client.attribute(lambda x: x, trained.inputs)  # type: ignore[arg-type]
+
+
+def test_a_weight_that_is_used_outside_its_module(trained: Trained, client: Client) -> None:
+    """Only half of its gradient is in the rows that its module sees."""
+
+    class Again(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self[1](self[0](x))
+            layer = self[2]
+            h = layer(h) + nn.functional.linear(h, layer.weight, layer.bias)
+            return self[4](self[3](h))  # type: ignore[no-any-return]
+
+    again = Again(*trained.model)
+    with pytest.raises(FailedPreconditionError, match=r"'2'.*outside its module's") as caught:
+        client.attribute(again, trained.inputs[:2])
+    assert caught.value.field == "layers"
+    found = client.attribute(again, trained.inputs[:2], layers=["4"])
+    assert found.layers == ("4",)
 
 
 def test_a_forward_that_turns_gradients_off(trained: Trained, client: Client) -> None:

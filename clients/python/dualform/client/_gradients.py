@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from dualform.client._apart import factors_of, inputs_of
+from dualform.client._apart import check_adds_up, factors_of, inputs_of, rounding_of
 from dualform.client._capture import undisturbed, without_fast_paths
 from dualform.client.errors import FailedPreconditionError, InvalidArgumentError
 from dualform.questions import AttributedLayer
@@ -81,6 +81,7 @@ def gradients_of(
         back = _Back(found, watch.weights)
         first = back.run(ones, others)
         watch.take("whole")
+        watch.check_complete(back.weights)
         digits = factors_of(n)
         for place, factors in enumerate(digits):
             back.run(torch.from_numpy(factors).to(found))
@@ -97,11 +98,16 @@ def _called(model: torch.nn.Module, inputs: Any) -> Any:
 
 
 class _Back:
-    """Backwards from the numbers to the layers' weights."""
+    """Backwards from the numbers to the layers' weights.
+
+    Attributes:
+        weights: What the last backward brought at each; None where it did not come by.
+    """
 
     def __init__(self, found: torch.Tensor, weights: Sequence[torch.Tensor]) -> None:
         self._found = found
         self._weights = list(weights)
+        self.weights: Sequence[torch.Tensor | None] = ()
 
     def run(
         self, factors: torch.Tensor, others: Sequence[torch.Tensor] = ()
@@ -117,6 +123,7 @@ class _Back:
             create_graph=bool(others),
             allow_unused=True,
         )
+        self.weights = found[: len(self._weights)]
         return found[len(self._weights) :]
 
 
@@ -158,6 +165,7 @@ class _Pass:
         leading: Shape of the keys without their last axis.
         keys: float32 [rows, d_in]; of a looked-up token int64 [rows, 1].
         gradients: By backward, float32 [rows, d_out]; None where the backward did not come by.
+        rounding: That of the gradient's format, as it came.
     """
 
     number: int
@@ -165,6 +173,7 @@ class _Pass:
     keys: npt.NDArray[Any]
     gradients: dict[object, npt.NDArray[np.float32]] = field(default_factory=dict)
     last: torch.Tensor | None = None
+    rounding: float = 0.0
 
     def take(self, run: object) -> None:
         """Keep what the last backward brought."""
@@ -292,6 +301,36 @@ class _Watch:
                 field="layers",
             )
 
+    def check_complete(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Refuse weights that are used outside their modules' forwards, which no row tells of.
+
+        Args:
+            gradients: What the first backward brought at `weights`.
+        """
+        brought = iter(gradients)
+        for name, uses in self._uses.items():
+            found = [next(brought) for _ in uses]
+            tied = all(use.kind.weight(use.module) is self._weight_of(name) for use in uses)
+            # The parts of a layer have a weight each; tied modules one together.
+            together = [uses] if tied else [[use] for use in uses]
+            for some, gradient in zip(together, found, strict=False):
+                first = some[0]
+                if gradient is None or not first.kind.weight(first.module).is_leaf:
+                    continue
+                matrix = first.kind.weight_2d(gradient.detach())
+                rows = [
+                    (seen.keys, seen.of("whole"), use.kind.one_hot, use.flipped)
+                    for use in some
+                    for seen in use.passes
+                    if "whole" in seen.gradients
+                ]
+                coarse = [seen.rounding for use in some for seen in use.passes]
+                check_adds_up(name, matrix, rows, max([rounding_of(gradient), *coarse]))
+
+    def _weight_of(self, name: str) -> torch.Tensor:
+        first = self._uses[name][0]
+        return first.kind.weight(first.module)
+
     def take(self, run: object) -> None:
         """Keep what a backward brought."""
         for uses in self._uses.values():
@@ -316,9 +355,10 @@ class _Watch:
                 continue
             whole = seen.of("whole")
             _check_finite(name, whole)
-            used = np.flatnonzero(whole.any(axis=1))
-            probes = [seen.of(place)[used] for place in range(len(digits))]
-            inputs = inputs_of(name, whole[used], probes)
+            probes = [seen.of(place) for place in range(len(digits))]
+            # Not by the whole alone: there inputs that share a row may cancel.
+            used = np.flatnonzero(np.any([part.any(axis=1) for part in (whole, *probes)], axis=0))
+            inputs = inputs_of(name, whole[used], [probe[used] for probe in probes])
             blocks.append((inputs, *_pair(use, keys[used], whole[used])))
         blocks = [block for block in blocks if len(block[0])]
         if not blocks:  # nothing of the target goes through it
@@ -361,6 +401,7 @@ def _taker(seen: _Pass, use: _Use, each: Use) -> Any:
 
         if gradients[0] is None:
             return
+        seen.rounding = rounding_of(gradients[0])
         found = values(gradients[0].detach())
         found = found.reshape(-1, found.shape[-1]).to("cpu", torch.float32, copy=True)
         if units is not None:
