@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import time
 
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dualform.client import Filter, InvalidArgumentError, parse_filter
 from dualform.client._filters import MAX_DEPTH, where_of
+from dualform.engine.errors import InvalidArgumentError as ServerInvalidArgumentError
+from dualform.engine.messages.wire import check_filter
+from dualform.engine.rows.filters import evaluate
 from dualform.v1 import attribution_pb2 as pb
 
 SYMBOLS = {
@@ -173,7 +177,7 @@ def test_refusals_point_at_the_place(text: str, position: int, says: str) -> Non
         parse_filter(text)
     message = str(caught.value)
     assert caught.value.field == "where"
-    assert repr(text) in message
+    assert (repr(text) if len(text) <= 80 else "5,004 characters") in message
     assert f"position {position}:" in message, message
     assert says in message, message
 
@@ -190,6 +194,64 @@ def test_long_chains_and_deep_nests_do_not_end_the_process() -> None:
         parse_filter("(" * 5000 + "a = 1" + ")" * 5000)
     deep = MAX_DEPTH - 1
     assert parse_filter("(" * deep + "not a = 1" + ")" * deep) == negated(A)
+
+
+@pytest.mark.parametrize(
+    ("text", "position"),
+    [
+        ("not " * 100 + "a=1", 1 + 4 * MAX_DEPTH),
+        ("not " * MAX_DEPTH + "a=1", 1),
+        ("(a=1 or " * 50 + "a=1" + ")" * 50, 1 + 8 * MAX_DEPTH),
+        ("(a=1 or b=1 and " * 30 + "a=1" + ")" * 30, None),
+        ("not " * (MAX_DEPTH - 2) + "a not between 1 and 2", 1),
+    ],
+)
+def test_one_bound_of_depth_with_its_position(text: str, position: int | None) -> None:
+    with pytest.raises(InvalidArgumentError, match="nested too deeply, more than 48") as caught:
+        parse_filter(text)
+    assert position is None or f"position {position}:" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "not " * (MAX_DEPTH - 1) + "a=1",
+        "(a=1 or " * (MAX_DEPTH - 1) + "a=1" + ")" * (MAX_DEPTH - 1),
+        "not " * (MAX_DEPTH - 3) + "a not between 1 and 2",
+    ],
+)
+def test_what_the_parser_takes_the_server_takes(text: str) -> None:
+    found = parse_filter(text)
+    check_filter(found)
+    request = pb.TopKRequest(where=found)
+    assert pb.TopKRequest.FromString(request.SerializeToString()) == request
+    with pytest.raises(ServerInvalidArgumentError, match="more than 48 deep"):
+        check_filter(negated(found))
+
+
+LONG = "x" * 3_000_000
+
+
+@pytest.mark.parametrize(
+    "text", [f"a = '{LONG}' b", f"{LONG} = 1 1", LONG, f"a = {LONG}", f"'{LONG}"]
+)
+def test_a_long_text_is_not_repeated(text: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="position") as caught:
+        parse_filter(text)
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("text", [f"a = 1 and {LONG} = 1", f"a = 1 and label = '{LONG}'"])
+def test_the_engines_refusal_of_a_long_text_is_short_and_has_its_position(text: str) -> None:
+    begin = time.process_time()
+    where = where_of(text)
+    columns = {"a": pa.array([1]), "label": pa.array([6])}
+    with pytest.raises(ServerInvalidArgumentError) as refused:
+        evaluate(where.filter, columns)  # type: ignore[arg-type]
+    located = where.located(InvalidArgumentError(str(refused.value), field="where"))
+    assert "position 11:" in str(located)
+    assert len(str(located)) < 1000
+    assert time.process_time() - begin < 2
 
 
 def test_what_is_no_filter_is_refused() -> None:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from dualform.client.errors import InternalError, InvalidArgumentError
 from dualform.questions.checks import MATRICES
+from dualform.questions.quoted import quoted
 from dualform.v1 import attribution_pb2 as pb
 
 _DTYPES: dict[int, np.dtype[Any]] = {
@@ -220,7 +221,9 @@ def text(value: object, field: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise InvalidArgumentError(f"{field}={value!r} is not valid Unicode", field=field) from None
+        raise InvalidArgumentError(
+            f"{field}={quoted(value)} is not valid Unicode", field=field
+        ) from None
     return value
 
 

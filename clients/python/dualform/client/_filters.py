@@ -26,6 +26,7 @@ from dualform.client._arrays import text as valid_text
 from dualform.client._arrays import value_of
 from dualform.client._calls import checked_call
 from dualform.client.errors import InvalidArgumentError
+from dualform.questions.quoted import MOST_QUOTED, quoted, shortened
 from dualform.v1.attribution_pb2 import (
     OPERATOR_EQ,
     OPERATOR_GE,
@@ -41,8 +42,8 @@ from dualform.v1.attribution_pb2 import (
     Value,
 )
 
-MAX_DEPTH = 100
-"""Parentheses and `not` within each other; the server's own bound, on messages, is below it."""
+MAX_DEPTH = 48
+"""Filters within each other, as the server takes them; parentheses and `not` likewise."""
 
 _OPERATORS = {
     "=": OPERATOR_EQ,
@@ -98,7 +99,7 @@ class Where:
         exact = [m for m in named if any(_mentions(error, literal) for literal in m[1])]
         for _, _, position in exact or named:
             return InvalidArgumentError(
-                f"where={self.text!r}, position {position}: {error}",
+                f"{_place(self.text or '', position - 1)}: {error}",
                 reason=error.reason,
                 field=error.field,
             )
@@ -150,7 +151,29 @@ def parse_filter(text: str) -> Filter:
 
 
 def _mentions(error: Exception, value: object) -> bool:
-    return re.search(rf"(?<!\w){re.escape(repr(value))}(?!\w)", str(error)) is not None
+    """Whether the message has the value, as it quotes values, and not within a longer word."""
+    message, piece = str(error), quoted(value)
+    at = message.find(piece)
+    while at >= 0:
+        end = at + len(piece)
+        if not (_in_word(message[max(at - 1, 0) : at]) or _in_word(message[end : end + 1])):
+            return True
+        at = message.find(piece, at + 1)
+    return False
+
+
+def _in_word(character: str) -> bool:
+    return character.isalnum() or character == "_"
+
+
+def _place(text: str, at: int) -> str:
+    """The text, or of a long one what is around the offset, and the position counted from 1."""
+    if len(text) <= MOST_QUOTED:
+        return f"where={text!r}, position {at + 1}"
+    start = max(0, min(at - MOST_QUOTED // 2, len(text) - MOST_QUOTED))
+    piece = repr(text[start : start + MOST_QUOTED])
+    before, after = "..." if start else "", "..." if start + MOST_QUOTED < len(text) else ""
+    return f"where={before}{piece}{after} ({len(text):,} characters), position {at + 1}"
 
 
 class _Token(NamedTuple):
@@ -168,6 +191,28 @@ class _Token(NamedTuple):
     end: int
 
 
+class _Part(NamedTuple):
+    """A filter that was read.
+
+    Attributes:
+        filter: As a message.
+        levels: Filters within each other, this one among them.
+        start: Offset at which it begins.
+    """
+
+    filter: Filter
+    levels: int
+    start: int
+
+
+def _levels(comparison: Filter) -> int:
+    """Levels of what is one comparison in the text: `not between` is a list that is negated."""
+    kind = comparison.WhichOneof("kind")
+    if kind == "negated":
+        return 1 + _levels(comparison.negated)
+    return 2 if kind == "all_of" else 1
+
+
 class _Reader:
     """Recursive descent; `_token` is the first that has not been read."""
 
@@ -183,7 +228,7 @@ class _Reader:
         found = self._any()
         if self._token.kind != "end":
             self._unexpected(_GRAMMAR)
-        return found
+        return found.filter
 
     def _scan(self, at: int) -> _Token:
         found = _TOKEN.match(self._text, at)
@@ -203,36 +248,55 @@ class _Reader:
         self._token = self._scan(token.end)
         return token
 
-    def _any(self) -> Filter:
-        parts = self._chain(self._all, "or")
-        return parts[0] if len(parts) == 1 else Filter(any_of=FilterList(filters=parts))
+    def _any(self) -> _Part:
+        return self._chain(self._all, "or")
 
-    def _all(self) -> Filter:
-        parts = self._chain(self._one, "and")
-        return parts[0] if len(parts) == 1 else Filter(all_of=FilterList(filters=parts))
+    def _all(self) -> _Part:
+        return self._chain(self._one, "and")
 
-    def _chain(self, part: Callable[[], Filter], word: str) -> list[Filter]:
+    def _chain(self, part: Callable[[], _Part], word: str) -> _Part:
         parts = [part()]
         while self._take(word):
             parts.append(part())
-        return parts
+        if len(parts) == 1:
+            return parts[0]
+        levels = self._wrapped(max(parts, key=lambda each: each.levels), parts[0].start)
+        both = FilterList(filters=[each.filter for each in parts])
+        found = Filter(all_of=both) if word == "and" else Filter(any_of=both)
+        return _Part(found, levels, parts[0].start)
 
-    def _one(self) -> Filter:
+    def _one(self) -> _Part:
         opening = self._take("not", "(")
         if opening is None:
-            return self._comparison()
+            start = self._token.start
+            found = self._comparison()
+            return _Part(found, _levels(found), start)
         self._depth += 1
         if self._depth > MAX_DEPTH:
-            why = "the filter is nested too deeply; use in (...) or fewer parentheses"
-            self._refuse(why, opening.start)
+            self._too_deep(opening.start)
         if opening.kind == "not":
-            found = Filter(negated=self._one())
+            inner = self._one()
+            levels = self._wrapped(inner, opening.start)
+            part = _Part(Filter(negated=inner.filter), levels, opening.start)
         else:
-            found = self._any()
+            part = self._any()._replace(start=opening.start)
             if self._take(")") is None:
                 self._unexpected(f"a ( is not closed; {_GRAMMAR}")
         self._depth -= 1
-        return found
+        return part
+
+    def _wrapped(self, inner: _Part, start: int) -> int:
+        """The levels of a filter that begins at `start` and holds this one."""
+        if inner.levels == MAX_DEPTH:
+            self._too_deep(start)
+        return inner.levels + 1
+
+    def _too_deep(self, start: int) -> NoReturn:
+        why = (
+            f"the filter is nested too deeply, more than {MAX_DEPTH} deep; use in (...) or fewer "
+            "parentheses"
+        )
+        self._refuse(why, start)
 
     def _comparison(self) -> Filter:
         column = self._take("word", "name")
@@ -262,7 +326,7 @@ class _Reader:
                 self._refuse("is stands before null or not null alone", word.start)
             found = self._compare(column, OPERATOR_IS_NULL, [])
         else:
-            self._unexpected(f"an operator is needed behind {column.text}; {_GRAMMAR}")
+            self._unexpected(f"an operator is needed behind {shortened(column.text)}; {_GRAMMAR}")
         return Filter(negated=found) if negation else found
 
     def _compare(self, column: _Token, operator: Any, values: list[Value]) -> Filter:
@@ -303,7 +367,7 @@ class _Reader:
         # Python itself refuses to read thousands of digits.
         number = sign * int(digits[:20])
         if not -(2**63) <= number < 2**63:
-            self._refuse(f"{token.text} does not fit 64 bits", token.start)
+            self._refuse(f"{shortened(token.text)} does not fit 64 bits", token.start)
         return value_of(number, "where")
 
     def _missing(self) -> str:
@@ -318,7 +382,7 @@ class _Reader:
         token = self._token
         if token.kind == "end":
             self._refuse(f"the filter ends too early; {remedy}", token.start)
-        self._refuse(f"syntax error at {token.text!r}; {remedy}", token.start)
+        self._refuse(f"syntax error at {quoted(token.text)}; {remedy}", token.start)
 
     def _refuse_piece(self, at: int) -> NoReturn:
         """What is no token, though something stands there."""
@@ -326,11 +390,11 @@ class _Reader:
         piece, start = (found[1], found.start(1)) if found else ("", at)
         if piece in ("'", '"'):
             self._refuse(f"the quote {piece} is not closed", start)
-        self._refuse(f"syntax error at {piece!r}; {_GRAMMAR}", start)
+        self._refuse(f"syntax error at {quoted(piece)}; {_GRAMMAR}", start)
 
     def _refuse(self, why: str, start: int) -> NoReturn:
         raise InvalidArgumentError(
-            f"where={self._text!r}, position {start + 1}: {why}",
+            f"{_place(self._text, start)}: {why}",
             reason="INVALID_FILTER",
             field="where",
         )

@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 
 from dualform.engine.errors import CancelledError, InvalidArgumentError
 from dualform.engine.rows.bitmaps import Bitmaps, unpacked
+from dualform.questions.quoted import quoted, shortened
 from dualform.v1 import attribution_pb2 as pb
 
 MAX_DEPTH = 64
@@ -95,7 +96,7 @@ def _comparison(
     name, operator = comparison.column, comparison.operator
     column = columns.get(name)
     if column is None:
-        raise _refuse(f"unknown column {name!r}; the columns are {', '.join(columns)}")
+        raise _refuse(f"unknown column {quoted(name)}; the columns are {', '.join(columns)}")
     values = [_literal(value, name, column.type) for value in comparison.values]
     known = bitmaps(name)
     answer = _answer(name, operator, column if known is None else known.values, values)
@@ -106,14 +107,14 @@ def _answer(name: str, operator: int, column: pa.Array, values: list[Any]) -> pa
     """A comparison's answer for each of a column's values: true, false or null."""
     if operator == pb.OPERATOR_IS_NULL:
         if values:
-            raise _refuse(f"{name} IS_NULL takes no values, not {len(values)}")
+            raise _refuse(f"{shortened(name)} IS_NULL takes no values, not {len(values)}")
         return pc.is_null(column)
     if operator == pb.OPERATOR_IN:
         return _in(column, values)
     if operator not in _COMPARE:
-        raise _refuse(f"unknown operator {operator} on column {name!r}")
+        raise _refuse(f"unknown operator {operator} on column {quoted(name)}")
     if len(values) != 1:
-        raise _refuse(f"a comparison with {name} takes one value, not {len(values)}")
+        raise _refuse(f"a comparison with {shortened(name)} takes one value, not {len(values)}")
     return _compare(operator, column, values[0])
 
 
@@ -166,7 +167,8 @@ def _in(column: pa.Array, values: list[Any]) -> pa.Array:
 def _literal(value: pb.Value, name: str, column_type: pa.DataType) -> Any:
     kind = value.WhichOneof("kind")
     if kind is None:
-        raise _refuse(f"a comparison of {name} with null selects nothing; use `{name} is null`")
+        column = shortened(name)
+        raise _refuse(f"a comparison of {column} with null selects nothing; use `{column} is null`")
     literal = getattr(value, kind)
     plain = _plain(column_type)
     if pa.types.is_string(plain) or pa.types.is_large_string(plain):
@@ -177,7 +179,7 @@ def _literal(value: pb.Value, name: str, column_type: pa.DataType) -> Any:
         allowed = ("int64_value", "double_value")
     if kind not in allowed:
         raise _refuse(
-            f"column {name!r} is {plain}; it can't be compared with {literal!r}, "
+            f"column {name!r} is {plain}; it can't be compared with {quoted(literal)}, "
             f"a {kind.removesuffix('_value')}{_other_way(literal, allowed)}"
         )
     if kind == "double_value" and math.isnan(literal):
@@ -196,7 +198,7 @@ def _other_way(literal: Any, allowed: tuple[str, ...]) -> str:
         number = isinstance(literal, str) and math.isfinite(float(literal))
     except ValueError:
         number = False
-    return f"; a number stands without quotes, as in {literal}" if number else ""
+    return f"; a number stands without quotes, as in {shortened(literal)}" if number else ""
 
 
 def _plain(column_type: pa.DataType) -> pa.DataType:
