@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from dualform.questions.placement import gpu_memory
 from dualform.serve import ConfigError, ServerConfig, ServerLimits
 
 # The example of the user's documentation.
@@ -97,6 +98,26 @@ def test_empty_file_is_all_defaults(tmp_path: Path) -> None:
         ("listen: '[::]:50051'", ["listen", "insecure: true"]),
         ("insecure: yes please", ["insecure", "true and false"]),
         ("a: [", ["not valid YAML"]),
+        (f"gpu_memory: {'9' * 400}GiB", ["gpu_memory", "such as 20GiB"]),
+        (f"memory: {'9' * 400}GiB", ["memory", "such as 4GiB"]),
+        (f"memory: {'9' * 12}TiB", ["memory", "such as 4GiB"]),
+        ("gpu_memory: \u0663GiB", ["gpu_memory", "such as 20GiB"]),
+        ("memory: \u0663GiB", ["memory", "such as 4GiB"]),
+        ("gpu_memory: 2", ["gpu_memory", "is 2;", "1MiB at least"]),
+        ("gpu_memory: 0.5MiB", ["gpu_memory", "1MiB at least"]),
+        ("gpu_memory: .inf", ["gpu_memory", "inf"]),
+        ("gpu_memory: .nan", ["gpu_memory", "nan"]),
+        (f"gpu_memory: {'9' * 400}", ["line 1", "64 bits"]),
+        (f"gpu_memory: {'9' * 5000}", []),
+        (f"limits: {{max_k: 0x{'f' * 5000}}}", ["line 1", "64 bits"]),
+        ("gpu_memory: 2026-99-99", ["not valid YAML", "month"]),
+        ("device: !!int x", ["not valid YAML", "'x'"]),
+        ("device: !!bool x", ["not valid YAML", "KeyError: 'x'"]),
+        ("device: !!timestamp x", ["not valid YAML"]),
+        ("device: " + "[" * 500, ["not valid YAML"]),
+        ("indexes: {a: '~nouser/x'}", ["indexes.a", "'~nouser/x'", "whole path"]),
+        ("tokens: ~nouser/x", ["tokens", "'~nouser/x'", "whole path"]),
+        ('indexes: {a: "x\\0y"}', ["indexes.a", "null byte"]),
         ("listen: 127.0.0.1:1\nlisten: 127.0.0.1:2", ["listen", "twice"]),
     ],
 )
@@ -154,3 +175,18 @@ def test_configuration_loads_neither_torch_nor_faiss() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["9" * 400 + "GiB", 10**5000, 2, "\u0663GiB", float("inf"), True],
+    ids=lambda given: str(type(given)),
+)
+def test_no_amount_of_gpu_memory(given: object) -> None:
+    with pytest.raises(ValueError, match=r"^gpu_memory is .*, such as 20GiB, 1MiB at least"):
+        gpu_memory(given)
+
+
+@pytest.mark.parametrize(("given", "size"), [("1MiB", 1 << 20), (1 << 20, 1 << 20), (1, 1.0)])
+def test_the_least_of_gpu_memory(given: object, size: float) -> None:
+    assert gpu_memory(given) == size

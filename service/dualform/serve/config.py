@@ -7,7 +7,6 @@ thread policy matters.
 from __future__ import annotations
 
 import ipaddress
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -16,9 +15,9 @@ from typing import Any
 import yaml
 
 from dualform._errors import DualformError
-from dualform.questions.placement import GPU_MEMORY, device_names, gpu_memory
+from dualform.questions.placement import GPU_MEMORY, bytes_of, device_names, gpu_memory
+from dualform.questions.quoted import quoted
 
-_BYTES = {"MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _LOGS = ("text", "json")
 
 
@@ -219,7 +218,7 @@ class ServerConfig:
         """
         path = Path(path)
         try:
-            data = yaml.load(path.read_bytes(), _Loader)
+            data = _parsed(path.read_bytes())
             return cls._from_mapping({} if data is None else data, path.parent)
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
@@ -249,6 +248,24 @@ class ServerConfig:
         return cls(**values)
 
 
+def _parsed(text: bytes) -> Any:
+    """What a YAML file says.
+
+    Raises:
+        ConfigError: A value is not what its tag or its form promises, or it is nested too deeply.
+        yaml.YAMLError: It is not YAML.
+    """
+    try:
+        return yaml.load(text, _Loader)
+    except (ConfigError, yaml.YAMLError):
+        raise
+    except RecursionError:
+        raise ConfigError("not valid YAML: lists or mappings are nested too deeply") from None
+    except Exception as error:  # PyYAML lets out whatever int(), date() and its like raise
+        what = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"not valid YAML: a value is none of its type ({what})") from None
+
+
 class _Loader(yaml.SafeLoader):
     """YAML's safe types; a key that occurs twice is an error, not the last one's victory."""
 
@@ -267,6 +284,16 @@ class _Loader(yaml.SafeLoader):
             seen.add(key.value)
         return dict(super().construct_mapping(node, deep))
 
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        value: int = super().construct_yaml_int(node)
+        if abs(value) >= 2**64:
+            line = node.start_mark.line + 1
+            raise ConfigError(f"the integer in line {line} does not fit 64 bits")
+        return value
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+
 
 def _check_keys(where: str, data: Any, allowed: list[str]) -> None:
     if not isinstance(data, dict):
@@ -284,7 +311,7 @@ def _indexes(data: Any, folder: Path) -> dict[str, Path]:
             raise ConfigError(
                 f"indexes holds {name!r}: {path!r}; both must be strings (put them in quotes)"
             )
-    return {name: folder / Path(path).expanduser() for name, path in data.items()}
+    return {name: _path(f"indexes.{name}", path, folder) for name, path in data.items()}
 
 
 def _tls(data: Any, folder: Path) -> TlsFiles:
@@ -300,15 +327,22 @@ def _tls(data: Any, folder: Path) -> TlsFiles:
 def _path(name: str, value: Any, folder: Path) -> Path:
     if not isinstance(value, str) or not value:
         raise ConfigError(f"{name} is {value!r}; a path is needed")
-    return folder / Path(value).expanduser()
+    if "\0" in value:
+        raise ConfigError(f"{name} is {value!r}; no path has a null byte")
+    try:
+        return folder / Path(value).expanduser()
+    except RuntimeError:
+        raise ConfigError(
+            f"{name} is {value!r}; the home folder of that user is not known: write the whole path"
+        ) from None
 
 
 def _bytes(name: str, value: Any) -> int:
     """A number with its unit, as bytes."""
-    given = re.fullmatch(r"(\d+(?:\.\d+)?) ?(MiB|GiB|TiB)", value if isinstance(value, str) else "")
-    if given is None:
-        raise ConfigError(f"{name} is {value!r}; say how many MiB, GiB or TiB, such as 4GiB")
-    return int(float(given[1]) * _BYTES[given[2]])
+    size = bytes_of(value) if isinstance(value, str) else None
+    if size is None:
+        raise ConfigError(f"{name} is {quoted(value)}; say how many MiB, GiB or TiB, such as 4GiB")
+    return size
 
 
 def _check_integer(name: str, value: Any, least: int, most: int) -> None:
