@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -331,6 +333,17 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"target": lambda logits: logits.argmax(1).float()}, "target", "no gradient flows"),
     ({"target": lambda logits: logits[:, 0] / 0}, "target", "must be finite"),
     ({"target": lambda logits: logits[:, 0] * logits[:, 0].sum()}, "inputs", "influence"),
+    (
+        {"target": lambda o: o[:, 0] + 0.005 * torch.cat([o[1:, 0], torch.zeros(1)])},
+        "inputs",
+        "influence",
+    ),
+    ({"target": lambda logits: logits[:, 0] * 1j}, "target", "real numbers"),
+    ({"target": [[0], [1, 2]]}, "target", "differ in length"),
+    ({"k": None}, "k", "at least 1"),
+    ({"k": True}, "k", "at least 1"),
+    ({"k": 2.5}, "k", "at least 1"),
+    ({"check_model": "no"}, "check_model", "True or False"),
     # Taken together these cancel: a row's gradient is zero, though it is of two inputs.
     ({"target": lambda logits: logits[:, 0] - logits[:, 0].mean()}, "inputs", "influence"),
     ({"target": lambda logits: (logits - logits.roll(1, 0))[:, 0]}, "inputs", "influence"),
@@ -368,6 +381,34 @@ def test_another_model(trained: Trained, client: Client) -> None:
         client.attribute(wider, trained.inputs[:2])
     with pytest.raises(InvalidArgumentError, match=r"a torch\.nn\.Module is needed"):
         client.attribute(lambda x: x, trained.inputs)  # type: ignore[arg-type]
+
+
+def test_threads_share_a_model(trained: Trained, client: Client) -> None:
+    """Each sees its own pass alone, and the training flags are left as they were."""
+
+    class Slow(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self:
+                time.sleep(0.002)  # the others' turn
+                x = layer(x)
+            return x
+
+    model, parts = Slow(*network()).train(), [trained.inputs[i : i + 2] for i in range(8)]
+    model.load_state_dict(trained.model.state_dict())
+    expected = [client.attribute(trained.model, part, k=2).scores for part in parts]
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda part: client.attribute(model, part, k=2).scores, parts))
+    np.testing.assert_array_equal(found, expected)
+    assert all(module.training for module in model.modules())
+
+
+def test_inputs_that_take_no_gradient(trained: Trained, client: Client) -> None:
+    with torch.inference_mode():
+        x = trained.inputs[:2] * 1
+    for inputs, says in ((x, "inference_mode"), (trained.inputs[:0], "no inputs")):
+        with pytest.raises(InvalidArgumentError, match=says) as caught:
+            client.attribute(trained.model, inputs, target=0)
+        assert caught.value.field == "inputs"
 
 
 def test_a_weight_that_is_used_outside_its_module(trained: Trained, client: Client) -> None:
@@ -451,6 +492,13 @@ def test_scores_that_break_off_leave_no_file(
     with pytest.raises(InvalidArgumentError):
         client.scores(trained.model, trained.inputs[:2], by="lable", **ask)
     assert not list(tmp_path.iterdir())
+    (tmp_path / "folder.npy").mkdir()
+    (tmp_path / "kept.npy").write_bytes(b"kept")
+    for out in (tmp_path / "folder.npy", tmp_path / "kept.npy"):
+        with pytest.raises(InvalidArgumentError, match="is there already") as caught:
+            client.scores(None, trained.inputs[:2], out=out)  # type: ignore[arg-type]
+        assert caught.value.field == "out"
+    assert (tmp_path / "kept.npy").read_bytes() == b"kept"
     for out in ("scores.csv", tmp_path / "nowhere" / "scores.npy", 7):
         with pytest.raises(InvalidArgumentError) as caught:
             client.scores(trained.model, trained.inputs[:2], out=out)  # type: ignore[arg-type]

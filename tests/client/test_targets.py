@@ -60,6 +60,8 @@ def test_one_number_for_each_input() -> None:
         ((LOGITS, 1, None, 4), "token", "-4 to 3"),
         ((LOGITS, 1, None, "last"), "token", "no integer"),
         ((LOGITS, "loss", [0, 1, 2], None), "labels", r"\[n, tokens\] is needed"),
+        ((LOGITS, "loss", [[0, 1, 2, 99]] * 3, None), "labels", "holds 99; .* or -100"),
+        ((LOGITS, "loss", [[0, 1, 2, -5]] * 3, None), "labels", "holds -5; .* or -100"),
         ((LOGITS[None], 1, None, None), "target", r"the model gives \[1, 3, 4, 5\]"),
         (({"hidden": LOGITS}, 1, None, None), "target", "the model gives NoneType"),
         ((LOGITS, lambda found: found[:, 0, 0], [1], None), "labels", "knows them itself"),

@@ -37,9 +37,18 @@ def factors_of(n: int) -> list[npt.NDArray[np.float64]]:
 
 
 def inputs_of(
-    name: str, whole: npt.NDArray[np.float32], probes: Sequence[npt.NDArray[np.float32]]
+    name: str,
+    whole: npt.NDArray[np.float32],
+    probes: Sequence[npt.NDArray[np.float32]],
+    rounding: float,
 ) -> npt.NDArray[np.int64]:
     """The input that each row's gradient is of, int64 [rows].
+
+    Args:
+        name: The layer, for messages.
+        whole: float32 [rows, d_out], of the numbers' plain sum.
+        probes: Likewise, of the sums with each of `factors_of`.
+        rounding: As `rounding_of` tells it.
 
     Raises:
         InvalidArgumentError: It is of several.
@@ -47,13 +56,16 @@ def inputs_of(
     wide = whole.astype(np.float64)
     size = (wide * wide).sum(axis=1)
     inputs = np.zeros(len(whole), np.int64)
+    # Powers of two pass through float32 exactly; sums in another order do not, nor half formats.
+    most = min(0.01, 64 * rounding)
     for place, probe in enumerate(probes):
         with np.errstate(all="ignore"):
             share = (wide * probe).sum(axis=1) / size
             digit = np.rint(np.log2(share))
         digit = np.where(np.isfinite(digit), digit, -1).astype(np.int64)
         off = np.abs(probe - np.ldexp(wide, digit[:, None])).max(axis=1, initial=0)
-        mixed = (digit < 0) | (digit >= _DIGITS) | (off > 0.01 * np.abs(probe).max(axis=1))
+        tiny = np.ldexp(2.0**-140, digit)  # what float32 rounds its smallest numbers by
+        mixed = (digit < 0) | (digit >= _DIGITS) | (off > most * np.abs(probe).max(axis=1) + tiny)
         if mixed.any():
             raise InvalidArgumentError(
                 f"layer {name!r}: the inputs have an influence on one another's target, so that "

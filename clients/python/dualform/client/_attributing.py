@@ -64,6 +64,9 @@ class Attributing:
 
     def attribute(self, asking: Asking, timeout: float | None) -> Steps[AttributionResult]:
         """See Client.attribute."""
+        k = self.asked["k"]
+        if isinstance(k, bool) or not isinstance(k, (int, np.integer)):
+            raise InvalidArgumentError(f"k is {k!r}; it must be an integer, at least 1", field="k")
         deadline = asking.deadline(timeout)
         found = yield from self._run(asking, deadline)
         parts: list[AttributionResult] = []
@@ -90,6 +93,10 @@ class Attributing:
         """Run the model, once it is the one that was recorded."""
         from dualform.client._gradients import gradients_of
 
+        if not isinstance(self.check_model, bool):
+            raise InvalidArgumentError(
+                f"check_model is {self.check_model!r}; True or False is needed", field="check_model"
+            )
         check_model(self.model)
         index = self.asked["index"]
         info: IndexInfo = yield from asking.index(IndexQuestion(index=index), deadline.remaining())

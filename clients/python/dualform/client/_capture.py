@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     import torch
 
     from dualform.layers import LayerKind
+
+# Training flags, hooks, torch's random state and its fast paths are shared by all threads.
+_ONE_PASS = threading.RLock()
 
 Queries = dict[str, npt.NDArray[np.float32]]
 
@@ -69,18 +73,16 @@ def capture_queries(
     model = bare(model)
     selected = _selected(model, layers)
     seen: dict[str, list[torch.Tensor]] = {name: [] for name in selected}
-    handles = []
-    try:
+    with ExitStack() as stack:
+        for context in (undisturbed(model), without_fast_paths(), torch.no_grad()):
+            stack.enter_context(context)
         for name, kind in selected.items():
             layer = module_of(model, name, kind)
             hook = _recorder(name, kind, layer, seen[name])
             called = kind.host or layer
-            handles.append(called.register_forward_hook(hook, with_kwargs=True))
-        with undisturbed(model), without_fast_paths(), torch.no_grad():
-            model(*inputs, **dict(kwargs or {}))
-    finally:
-        for handle in handles:
-            handle.remove()
+            handle = called.register_forward_hook(hook, with_kwargs=True)
+            stack.callback(handle.remove)
+        model(*inputs, **dict(kwargs or {}))
     silent = [name for name, keys in seen.items() if not keys]
     if layers is not None and silent:
         raise FailedPreconditionError(
@@ -178,7 +180,14 @@ def without_fast_paths() -> Iterator[None]:
 
 @contextmanager
 def undisturbed(model: torch.nn.Module) -> Iterator[None]:
-    """Eval mode inside; flags, random state and buffers as before behind it."""
+    """Eval mode inside; flags, random state and buffers as before behind it. One thread at a time:
+    another's hooks would see this one's pass."""
+    with _ONE_PASS, _restored(model):
+        yield
+
+
+@contextmanager
+def _restored(model: torch.nn.Module) -> Iterator[None]:
     import torch
 
     flags = [(module, module.training) for module in model.modules()]

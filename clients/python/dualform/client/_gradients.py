@@ -66,6 +66,7 @@ def gradients_of(
     """
     import torch
 
+    _check_recordable(model, inputs)
     watch = _Watch(model, kinds)
     with ExitStack() as stack:
         for context in (undisturbed(model), without_fast_paths(), watch.attached()):
@@ -89,6 +90,21 @@ def gradients_of(
         unrecorded = _unrecorded(found, ones, others, first)
     layers = tuple(watch.layer(name, n, digits) for name in kinds)
     return Gradients(found.detach().double().cpu().numpy(), layers, unrecorded)
+
+
+def _check_recordable(model: torch.nn.Module, inputs: Any) -> None:
+    """Refuse tensors made under torch.inference_mode, which no gradient flows through."""
+    import torch
+
+    parts = inputs.values() if isinstance(inputs, Mapping) else inputs
+    parts = parts if isinstance(inputs, (Mapping, tuple)) else (inputs,)
+    for field_, tensors in (("inputs", parts), ("model", model.parameters())):
+        if any(isinstance(each, torch.Tensor) and each.is_inference() for each in tensors):
+            raise InvalidArgumentError(
+                f"{field_}: a tensor was made under torch.inference_mode(), and no gradient flows "
+                "through it; make it outside, or pass its clone()",
+                field=field_,
+            )
 
 
 def _called(model: torch.nn.Module, inputs: Any) -> Any:
@@ -358,7 +374,7 @@ class _Watch:
             probes = [seen.of(place) for place in range(len(digits))]
             # Not by the whole alone: there inputs that share a row may cancel.
             used = np.flatnonzero(np.any([part.any(axis=1) for part in (whole, *probes)], axis=0))
-            inputs = inputs_of(name, whole[used], [probe[used] for probe in probes])
+            inputs = inputs_of(name, whole[used], [probe[used] for probe in probes], seen.rounding)
             blocks.append((inputs, *_pair(use, keys[used], whole[used])))
         blocks = [block for block in blocks if len(block[0])]
         if not blocks:  # nothing of the target goes through it

@@ -73,6 +73,10 @@ def path_of(out: object) -> Path | None:
         _pyarrow()
     if not path.parent.is_dir():
         raise InvalidArgumentError(f"out={out!r}: there is no folder {path.parent}", field="out")
+    if path.exists():
+        raise InvalidArgumentError(
+            f"out: {path} is there already; name another file, or remove it", field="out"
+        )
     return path
 
 

@@ -40,12 +40,17 @@ def target_of(outputs: Any, target: Target, labels: object, token: object) -> to
         found = target(outputs)
     else:
         found = _named(_logits_of(outputs), target, labels, token)
+    if isinstance(found, torch.Tensor) and found.shape == (0,):
+        raise _wrong("there are no inputs: the target gave a tensor [0]; at least one is needed",
+                     "inputs")  # fmt: skip
     if not isinstance(found, torch.Tensor) or found.dim() != 1 or not found.numel():
         given = f"shape {list(found.shape)}" if isinstance(found, torch.Tensor) else repr(found)
         raise _wrong(f"the target gave {given}; a tensor [n] is needed, one number for each input")
     if not found.requires_grad:
         raise _wrong("the target does not depend on the model: no gradient flows back from it; "
                      "leave out detach(), argmax(), .item() and the like")  # fmt: skip
+    if found.is_complex():
+        raise _wrong(f"the target gave {found.dtype}; real numbers are needed, such as its abs()")
     odd = torch.nonzero(~torch.isfinite(found.detach()))
     if len(odd):
         place = int(odd[0])
@@ -116,6 +121,11 @@ def _loss(logits: torch.Tensor, labels: object, token: object) -> torch.Tensor:
             raise _wrong(f"labels have shape {list(given.shape)} and the logits "
                          f"{list(logits.shape)}: [n, tokens] is needed, -100 where there is none, "
                          "or token= with one label for each input", "labels")  # fmt: skip
+        odd = given[(given != -100) & ((given < 0) | (given >= logits.shape[2]))]
+        if len(odd):
+            raise _wrong(f"labels holds {int(odd[0])}; the outputs have {logits.shape[2]}, so it "
+                         f"is one of 0 to {logits.shape[2] - 1}, or -100 where there is none",
+                         "labels")  # fmt: skip
         per_token = torch.nn.functional.cross_entropy(
             logits.flatten(0, 1), given.flatten().to(logits.device), reduction="none"
         )
@@ -165,7 +175,10 @@ def _integers(value: object, field: str) -> torch.Tensor:
 
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu().numpy()
-    array = np.asarray(value)
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        raise _wrong(f"{field}={value!r} is no array: its lists differ in length", field) from None
     if array.dtype.kind not in "iu":
         raise _wrong(f"{field}={value!r} is no integer, nor an array of them", field)
     return torch.from_numpy(np.array(array, np.int64))
