@@ -402,6 +402,13 @@ def test_threads_share_a_model(trained: Trained, client: Client) -> None:
     assert all(module.training for module in model.modules())
 
 
+def test_a_data_parallel_model_is_unwrapped(trained: Trained, client: Client) -> None:
+    expected = client.attribute(trained.model, trained.inputs[:3], k=2)
+    found = client.attribute(nn.DataParallel(trained.model), trained.inputs[:3], k=2)
+    assert found.layers == LAYERS
+    np.testing.assert_array_equal(found.scores, expected.scores)
+
+
 def test_inputs_that_take_no_gradient(trained: Trained, client: Client) -> None:
     with torch.inference_mode():
         x = trained.inputs[:2] * 1

@@ -91,8 +91,14 @@ class Attributing:
 
     def _run(self, asking: Asking, deadline: Deadline) -> Steps[Gradients]:
         """Run the model, once it is the one that was recorded."""
+        from torch.nn.parallel import DataParallel, DistributedDataParallel
+
         from dualform.client._gradients import gradients_of
 
+        if isinstance(self.model, (DataParallel, DistributedDataParallel)):
+            # Layers are called as in the model that these wrap.
+            found = yield from replace(self, model=self.model.module)._run(asking, deadline)
+            return found
         if not isinstance(self.check_model, bool):
             raise InvalidArgumentError(
                 f"check_model is {self.check_model!r}; True or False is needed", field="check_model"
