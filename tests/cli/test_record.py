@@ -79,7 +79,7 @@ def test_while_training_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert layer["encodings"] == ["float32"]
     assert "clipped by value" in layer["inexact"][0]["reason"]
     assert layer["inexact"][0]["from_step"] == 1
-    assert list(view["left_out"].values()) == [[""]]  # the model itself holds the table
+    assert list(view["left_out"].values()) == [["table"]]  # of the model itself
     assert set(view["columns"]) == {"step", "slot", "position", "label"}
     files = [file for file in path.rglob("*") if file.is_file()]
     assert view["bytes"] == sum(file.stat().st_size for file in files)
@@ -115,6 +115,52 @@ def test_every_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [(view["rank"]["rank"], view["steps"]) for view in ranks] == [(0, 1), (1, 2)]
     assert main(["record", "inspect", str(tmp_path / "run")]) == 0
     assert "rank-1 (rank 1 of 3): 2 steps" in capsys.readouterr().out
+
+
+def damage(final: Path, how: str) -> None:
+    data = final.read_bytes()
+    final.unlink()
+    if how == "folder":
+        final.mkdir()
+    elif how != "missing":
+        final.write_bytes(data[:-1] if how == "truncated" else b"")
+
+
+@pytest.mark.parametrize("how", ["missing", "empty", "truncated", "folder"])
+def test_a_damaged_final_state_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str
+) -> None:
+    training = Training(tmp_path / "run")
+    training.step()
+    training.recorder.close()
+    damage(tmp_path / "run" / "final.safetensors", how)
+    capsys.readouterr()
+    assert main(["record", "inspect", str(tmp_path / "run")]) == 2
+    assert "final.safetensors" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN", "Infinity"])
+@pytest.mark.parametrize("name", ["closed.json", "segments/000000.json", "manifest.json"])
+def test_numbers_that_are_not_finite_are_damage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, number: str
+) -> None:
+    training = Training(tmp_path / "run")
+    training.step()
+    training.recorder.close()
+    (tmp_path / "run" / name).write_text(f'{{"format":"dualform-recording","version":{number}}}')
+    capsys.readouterr()
+    assert main(["record", "inspect", str(tmp_path / "run")]) == 2
+    said = capsys.readouterr().err
+    assert name in said
+    assert "not valid JSON" in said
+
+
+def test_a_parameter_of_the_model_itself_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Training(tmp_path / "run").recorder.close()
+    view = inspected(capsys, tmp_path / "run")
+    assert list(view["left_out"].values()) == [["table"]]
 
 
 def test_no_recording(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

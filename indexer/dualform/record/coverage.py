@@ -26,7 +26,8 @@ class Coverage:
         layers: How many layers are recorded.
         recorded: Elements of their weights.
         matrices: Elements of all of the model's parameters with two axes or more.
-        left_out: Modules that hold matrices and are not recorded, by reason.
+        left_out: Modules that hold matrices and are not recorded, by reason; of the model itself,
+            which has no name, the parameters.
     """
 
     layers: int
@@ -86,7 +87,8 @@ def cover(
     # Recorded ones first: a tied weight counts as recorded.
     ordered = sorted(model.named_modules(), key=lambda pair: id(pair[1]) not in recorded_ids)
     for name, module in ordered:
-        matrices = [p for p in module.parameters(recurse=False) if p.dim() > 1]
+        named = {n: p for n, p in module.named_parameters(recurse=False) if p.dim() > 1}
+        matrices = list(named.values())
         fresh = [p for p in matrices if id(p) not in seen]
         seen.update(map(id, matrices))
         size = sum(p.numel() for p in fresh)
@@ -94,8 +96,10 @@ def cover(
         if id(module) in recorded_ids:
             recorded += size
         elif matrices:
-            groups.setdefault(_reason(name, module, reasons, asked), []).append(name)
-    return Coverage(layers, recorded, total, {why: tuple(found) for why, found in groups.items()})
+            # The model itself has no name: its parameters have.
+            found = groups.setdefault(_reason(name, module, reasons, asked), [])
+            found.extend([name] if name else named)
+    return Coverage(layers, recorded, total, {why: tuple(names) for why, names in groups.items()})
 
 
 def say(line: str) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import re
 import stat
@@ -124,7 +125,7 @@ def read_json(path: Path, remedy: str) -> dict[str, Any]:
             raise DamagedError(path, f"{size:,} bytes are no JSON of ours", remedy)
         content = _read_all(fd)
     try:
-        data = json.loads(content.decode(), parse_constant=_refuse_constant)
+        data = json.loads(content.decode(), parse_constant=_refuse_constant, parse_float=_finite)
         if _HALF.search(content):
             # Half a character, which no file's name and no message can have.
             json.dumps(data, ensure_ascii=False).encode()
@@ -283,6 +284,14 @@ def _short(value: object) -> str:
 
 def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not JSON")
+
+
+def _finite(text: str) -> float:
+    """A number with a point or an exponent; 1e999 is JSON, and infinite as a float."""
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"{_short(text)} is beyond a float's range")
+    return number
 
 
 def _canonical(data: Mapping[str, Any]) -> bytes:

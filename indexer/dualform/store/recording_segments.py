@@ -52,7 +52,10 @@ def committed(
         raise DamagedError(path / SEGMENTS / segment_name(missing, "json"), "missing", RERECORD)
     segments = [_load_segment(path, number, manifest) for number in sorted(numbers)]
     _check_sequence(path, segments, None if closed is None else closed.steps)
-    return segments, None if closed is None else closed.final
+    if closed is None:
+        return segments, None
+    check_size(path, closed.final, RERECORD)
+    return segments, closed.final
 
 
 class _Closed(NamedTuple):

@@ -127,7 +127,7 @@ def _print(view: dict[str, Any]) -> None:
         ],
     )
     for reason, names in view["left_out"].items():
-        print(f"\nleft out: {', '.join(names)}: {reason}")
+        print(f"\nleft out: {', '.join(name or 'the model itself' for name in names)}: {reason}")
     print(f"\ncolumns: {', '.join(view['columns'])}")
 
 
