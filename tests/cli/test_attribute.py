@@ -40,6 +40,23 @@ def model_alone():
 
 def fails():
     raise ValueError("no checkpoint")
+
+
+def ends():
+    raise SystemExit(7)
+
+
+def wrong_inputs():
+    return trained()[0], torch.randn(3, 11)
+
+
+class Ending(nn.Sequential):
+    def forward(self, x):
+        raise SystemExit(7)
+
+
+def ending():
+    return Ending(OrderedDict(fc=trained()[0].fc)), torch.randn(3, 12)
 """
 
 
@@ -74,7 +91,10 @@ def test_query_and_plot(memory: Memory, server: str, file: Path, tmp_path: Path)
     assert any(line.split() == beside for line in table)
 
     out = tmp_path / "scores.npy"
-    done = dualform("query", "attribute", *asked, "--target", 2, "--out", out)
+    refused = dualform("query", "attribute", *asked, "--target", 2, "--out", out)
+    assert (refused.status, out.exists()) == (2, False)
+    assert "leave out -k" in refused.err
+    done = dualform("query", "attribute", *asked[:-2], "--target", 2, "--out", out)
     assert done.out == f"{out}: float64 [3, 5], inputs by label\n"
     np.testing.assert_allclose(np.sort(np.load(out))[:, :1:-1], data["scores"], rtol=1e-9)
     picture = tmp_path / "bars.svg"
@@ -90,6 +110,7 @@ def test_query_and_plot(memory: Memory, server: str, file: Path, tmp_path: Path)
         ("nowhere.py:trained", "is not there"),
         ("train.py:untrained", "has no function 'untrained'"),
         ("train.py:fails", "failed: ValueError: no checkpoint"),
+        ("train.py:ends", "train.py:ends failed: SystemExit: 7"),
         ("train.py:model_alone", r"returned Sequential; \(model, inputs\) is needed"),
     ],
 )
@@ -103,6 +124,20 @@ def test_bad_input(memory: Memory, file: Path) -> None:
     done = dualform("query", "attribute", *asked)
     assert (done.status, done.out) == (2, "")
     assert "none of 'margin', 'loss'" in done.err
+
+
+@pytest.mark.parametrize(
+    ("function", "says"), [("wrong_inputs", "RuntimeError: mat1"), ("ending", "SystemExit: 7")]
+)
+@pytest.mark.parametrize("out", [False, True])
+def test_what_the_model_raises_is_its_files(
+    memory: Memory, file: Path, function: str, says: str, out: bool
+) -> None:
+    more = ["--out", file.with_name("scores.npy")] if out else []
+    asked = (f"{file}:{function}", "--local", memory.path, "--by", "label", *more)
+    done = dualform("query", "attribute", *asked)
+    assert (done.status, done.out) == (2, "")
+    assert f"train.py:{function} failed on its inputs: {says}" in done.err
 
 
 def test_many_layers_share_the_last_colour() -> None:

@@ -196,6 +196,8 @@ def test_output(memory: Memory, server: str, query_file: Path) -> None:
     assert data["trained"] is None
     table = ask("output", server, query_file)
     assert re.search(r"query 0\nunit +initial +output +trained layer\n +0 ", table.out)
+    asked = ask("output", server, query_file, "--max-residual", 1)
+    assert re.search(r"query 0\nunit +initial +output +trained layer +residual\n", asked.out)
     grouped = ask("output", server, query_file, "--group-by", "task", "--where", "label = 1")
     assert re.search(
         r"unit +initial +task fashion +task mnist +task without a value +residual\n", grouped.out

@@ -8,10 +8,13 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dualform._errors import DualformError
 from dualform.cli.connection import add_connection, open_client
 from dualform.cli.errors import CommandError
 from dualform.cli.output import cell, print_json, print_table
@@ -46,11 +49,15 @@ def add_attribute(kinds: Any, run: Callable[[argparse.Namespace], int]) -> argpa
         "--by", default="example", metavar="COLUMN", help="whose values are the groups (default "
         "example)",
     )  # fmt: skip
-    parser.add_argument("-k", type=int, default=10, help="groups per input (default 10)")
+    parser.add_argument("-k", type=int, help="groups per input (default 10)")
     parser.add_argument(
         "--layer", action="append", metavar="L", help="these layers alone; once for each"
     )
-    parser.add_argument("--order", choices=["largest", "smallest", "absolute"], default="largest")
+    parser.add_argument(
+        "--order",
+        choices=["largest", "smallest", "absolute"],
+        help="by what groups are the best (default largest)",
+    )
     parser.add_argument("--where", metavar="EXPR", help="such as 'label = 6 and step < 3000'")
     parser.add_argument(
         "--max-residual",
@@ -73,15 +80,37 @@ def add_query(kinds: Any) -> None:
         "--out",
         type=Path,
         metavar="FILE",
-        help="every group's scores go there, .npy or .parquet, in place of the best",
+        help="every group's scores go there, .npy or .parquet, in place of the best; without -k "
+        "and --order",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def attributed(options: argparse.Namespace) -> AttributionResult:
     """The answer to the options."""
+    k = 10 if options.k is None else options.k
     with open_client(options) as client:
-        return client.attribute(**_asked(options), k=options.k, order=options.order)
+        asked = _asked(options)
+        with _users_model(options.model):
+            return client.attribute(**asked, k=k, order=options.order or "largest")
+
+
+@contextmanager
+def _users_model(spec: str) -> Iterator[None]:
+    """Makes a CommandError of what the user's model raises while it is run."""
+    from torch import nn
+
+    try:
+        yield
+    except DualformError:
+        raise
+    except (Exception, SystemExit) as error:
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        if not any(isinstance(frame.f_locals.get("self"), nn.Module) for frame in frames):
+            raise
+        raise CommandError(
+            f"the model of {spec} failed on its inputs: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _asked(options: argparse.Namespace) -> dict[str, Any]:
@@ -133,7 +162,7 @@ def loaded(spec: str) -> tuple[Any, Any, Any]:
         given = function()
     except CommandError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script may end itself
         raise CommandError(f"{spec} failed: {type(error).__name__}: {error}") from error
     finally:
         sys.path.remove(str(path.parent.resolve()))
@@ -181,8 +210,12 @@ def _query(options: argparse.Namespace) -> int:
 
 
 def _scores(options: argparse.Namespace) -> int:
+    if options.k is not None or options.order is not None:
+        raise CommandError("--out writes every group's scores: leave out -k and --order")
     with open_client(options) as client:
-        found = client.scores(**_asked(options), out=options.out)
+        asked = _asked(options)
+        with _users_model(options.model):
+            found = client.scores(**asked, out=options.out)
     shape = [len(found.targets), len(found.groups)]
     if options.json:
         beside = _beside(found)

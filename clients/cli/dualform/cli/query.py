@@ -386,6 +386,8 @@ def _output(options: argparse.Namespace) -> int:
             columns["output"] = output.values[query]
             if output.trained is not None:
                 columns["trained layer"] = output.trained[query]
+            if output.residual is not None and options.max_residual is not None:
+                columns["residual"] = output.residual[query]
         else:
             for group, values in zip(output.groups, output.values[query], strict=True):
                 columns[f"{options.group_by} {_group(group)}"] = values

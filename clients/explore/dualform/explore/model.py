@@ -78,7 +78,7 @@ def load_model(spec: str) -> Model:
     try:
         found.loader.exec_module(module)
         given = getattr(module, name)()
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script may end itself
         raise InvalidArgumentError(
             f"{spec} failed: {type(error).__name__}: {error}", field="model"
         ) from error
