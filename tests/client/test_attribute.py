@@ -365,6 +365,35 @@ def test_bad_input(trained: Trained, client: Client, which: int) -> None:
     assert caught.value.field == field
 
 
+# Each cancels taken together, and again with 1, 2, 4, … for the inputs.
+CANCELLING = [(2, -3, 1), (4, -4, -1, 1), (6, -5, -2, 1), (2, -3, 1, *[0] * 17), (8, -7, 0, -2, 1)]
+
+
+@pytest.mark.parametrize("coefficients", CANCELLING)
+def test_inputs_whose_influences_cancel(
+    trained: Trained, client: Client, coefficients: tuple[int, ...]
+) -> None:
+    of_each = torch.tensor(coefficients, dtype=torch.float32)
+    n = len(of_each)
+    powers = 2.0 ** torch.arange(n)
+    assert of_each.sum() == 0
+    coupled = [
+        lambda o: of_each * o[0, 0],
+        lambda o: of_each * o[0, 0] + o[:, 1],
+        lambda o: of_each.roll(1) * o[1, 0],
+        lambda o: of_each * powers.flip(0) * o[0, 0],
+    ]
+    for target in coupled:
+        with pytest.raises(InvalidArgumentError, match="influence on one another"):
+            client.attribute(trained.model, trained.inputs[:n], target=target)
+    found = client.attribute(trained.model, trained.inputs[:n], target=lambda o: o[:, 1], k=1)
+    alone = [
+        client.attribute(trained.model, trained.inputs[i : i + 1], target=1, k=1).scores[0]
+        for i in range(n)
+    ]
+    np.testing.assert_allclose(found.scores, alone, rtol=1e-6)
+
+
 def test_another_model(trained: Trained, client: Client) -> None:
     other = network()
     with pytest.raises(

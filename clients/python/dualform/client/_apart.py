@@ -1,13 +1,19 @@
 """Which input of a batch each row of a layer belongs to: measured, whatever the layer's shape.
 
-The numbers are multiplied by powers of two, other ones for each input, and taken back once more: a
-row's gradient, which is of one input alone, is multiplied by that input's, exactly. And whether all
-rows of a layer were seen: they add up to its weight's gradient.
+The numbers are multiplied by powers of two with random signs, other ones for each input, and taken
+back a few more times: a row's gradient, which is of one input alone, is multiplied by that input's,
+exactly, and by no other's. And whether all rows of a layer were seen: they add up to its weight's
+gradient.
+
+A gradient that is of several inputs passes for one input's only where their influences a_j cancel
+in every pass, sum_j (w_j - w_i) a_j = 0 with the factors w: no target that was written before these
+were drawn can see to that, and by luck it happens at most once in 16 for each of the passes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from random import SystemRandom
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,24 +28,34 @@ if TYPE_CHECKING:
     """Keys and gradients of a pass; whether the keys are places of ones; and whether the product is
     the transposed matrix's."""
 
-_DIGITS = 16
-"""Inputs that one more backward tells apart."""
+_LOWEST, _EXPONENTS = -3, 8
+"""Few, as half formats have few."""
+_FACTORS = 2 * _EXPONENTS
+_PASSES = 3
+"""At least: all three are fooled by luck once in 4,096 times, by the worst of targets."""
 
 
-def factors_of(n: int) -> list[npt.NDArray[np.float64]]:
-    """Powers of two for each input, float64 [n] each: all of them together tell which it is."""
-    found: list[npt.NDArray[np.float64]] = []
-    numbers = np.arange(n)
-    while numbers.any():
-        found.append(np.ldexp(1.0, numbers % _DIGITS))
-        numbers = numbers // _DIGITS
-    return found
+def factors_of(n: int) -> npt.NDArray[np.float64]:
+    """What each of n inputs is multiplied by in each of a few more backwards, [passes, n].
+
+    Powers of two with signs, drawn anew each time; no two inputs have the same in all.
+    """
+    if n == 1:
+        return np.ones((0, 1))
+    passes = _PASSES
+    while _FACTORS**passes < _FACTORS * n:
+        passes += 1
+    codes = np.array(SystemRandom().sample(range(_FACTORS**passes), n))
+    digits = codes // _FACTORS ** np.arange(passes)[:, None] % _FACTORS
+    sizes = np.ldexp(1.0, digits % _EXPONENTS + _LOWEST)
+    return np.where(digits < _EXPONENTS, sizes, -sizes)
 
 
 def inputs_of(
     name: str,
     whole: npt.NDArray[np.float32],
     probes: Sequence[npt.NDArray[np.float32]],
+    factors: npt.NDArray[np.float64],
     rounding: float,
 ) -> npt.NDArray[np.int64]:
     """The input that each row's gradient is of, int64 [rows].
@@ -47,7 +63,8 @@ def inputs_of(
     Args:
         name: The layer, for messages.
         whole: float32 [rows, d_out], of the numbers' plain sum.
-        probes: Likewise, of the sums with each of `factors_of`.
+        probes: Likewise, of the sums with each of
+        factors: Those of `factors_of`.
         rounding: As `rounding_of` tells it.
 
     Raises:
@@ -55,25 +72,46 @@ def inputs_of(
     """
     wide = whole.astype(np.float64)
     size = (wide * wide).sum(axis=1)
-    inputs = np.zeros(len(whole), np.int64)
     # Powers of two pass through float32 exactly; sums in another order do not, nor half formats.
     most = min(0.01, 64 * rounding)
-    for place, probe in enumerate(probes):
+    codes = np.zeros(len(whole), np.int64)
+    mixed = np.zeros(len(whole), bool)
+    for probe in probes:
         with np.errstate(all="ignore"):
             share = (wide * probe).sum(axis=1) / size
-            digit = np.rint(np.log2(share))
-        digit = np.where(np.isfinite(digit), digit, -1).astype(np.int64)
-        off = np.abs(probe - np.ldexp(wide, digit[:, None])).max(axis=1, initial=0)
-        tiny = np.ldexp(2.0**-140, digit)  # what float32 rounds its smallest numbers by
-        mixed = (digit < 0) | (digit >= _DIGITS) | (off > most * np.abs(probe).max(axis=1) + tiny)
-        if mixed.any():
-            raise InvalidArgumentError(
-                f"layer {name!r}: the inputs have an influence on one another's target, so that "
-                "what it sees can't be told apart by input; ask with one input at a time",
-                field="inputs",
-            )
-        inputs += digit * _DIGITS**place
+            exponent = np.rint(np.log2(np.abs(share))) - _LOWEST
+        known = (exponent >= 0) & (exponent < _EXPONENTS)
+        exponent = np.where(known, exponent, 0).astype(np.int64)
+        factor = np.copysign(np.ldexp(1.0, exponent + _LOWEST), share)
+        off = np.abs(probe - factor[:, None] * wide).max(axis=1, initial=0)
+        # What float32 rounds its smallest numbers by.
+        tiny = np.maximum(np.abs(factor), 1) * 2.0**-140
+        mixed |= ~known | (off > most * np.abs(probe).max(axis=1, initial=0) + tiny)
+        codes = codes * _FACTORS + _digits(factor)
+    of_inputs = _codes(factors)
+    order = np.argsort(of_inputs)
+    place = np.minimum(np.searchsorted(of_inputs[order], codes), len(order) - 1)
+    inputs = np.asarray(order[place])
+    if (mixed | (of_inputs[inputs] != codes)).any():
+        raise InvalidArgumentError(
+            f"layer {name!r}: the inputs have an influence on one another's target, so that "
+            "what it sees can't be told apart by input; ask with one input at a time",
+            field="inputs",
+        )
     return inputs
+
+
+def _digits(factors: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
+    exponents = np.log2(np.abs(factors)).astype(np.int64) - _LOWEST
+    return np.asarray(exponents + _EXPONENTS * np.signbit(factors))
+
+
+def _codes(factors: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
+    """By column one number, int64 [n]."""
+    codes = np.zeros(factors.shape[1], np.int64)
+    for of_pass in factors:
+        codes = codes * _FACTORS + _digits(of_pass)
+    return codes
 
 
 def rounding_of(gradient: torch.Tensor) -> float:

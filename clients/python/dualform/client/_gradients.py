@@ -83,12 +83,12 @@ def gradients_of(
         first = back.run(ones, others)
         watch.take("whole")
         watch.check_complete(back.weights)
-        digits = factors_of(n)
-        for place, factors in enumerate(digits):
-            back.run(torch.from_numpy(factors).to(found))
+        factors = factors_of(n)
+        for place, of_pass in enumerate(factors):
+            back.run(torch.from_numpy(of_pass).to(found))
             watch.take(place)
         unrecorded = _unrecorded(found, ones, others, first)
-    layers = tuple(watch.layer(name, n, digits) for name in kinds)
+    layers = tuple(watch.layer(name, n, factors) for name in kinds)
     return Gradients(found.detach().double().cpu().numpy(), layers, unrecorded)
 
 
@@ -354,15 +354,13 @@ class _Watch:
                 for seen in use.passes:
                     seen.take(run)
 
-    def layer(
-        self, name: str, n: int, digits: Sequence[npt.NDArray[np.float64]]
-    ) -> AttributedLayer:
+    def layer(self, name: str, n: int, factors: npt.NDArray[np.float64]) -> AttributedLayer:
         """What a layer saw, by input.
 
         Args:
             name: Which.
             n: How many inputs.
-            digits: The factors of the backwards after the first.
+            factors: Of the backwards after the first, [passes, n].
         """
         kind, uses = self._kinds[name], self._uses[name]
         blocks = []
@@ -371,10 +369,11 @@ class _Watch:
                 continue
             whole = seen.of("whole")
             _check_finite(name, whole)
-            probes = [seen.of(place) for place in range(len(digits))]
+            probes = [seen.of(place) for place in range(len(factors))]
             # Not by the whole alone: there inputs that share a row may cancel.
             used = np.flatnonzero(np.any([part.any(axis=1) for part in (whole, *probes)], axis=0))
-            inputs = inputs_of(name, whole[used], [probe[used] for probe in probes], seen.rounding)
+            some = [probe[used] for probe in probes]
+            inputs = inputs_of(name, whole[used], some, factors, seen.rounding)
             blocks.append((inputs, *_pair(use, keys[used], whole[used])))
         blocks = [block for block in blocks if len(block[0])]
         if not blocks:  # nothing of the target goes through it
