@@ -95,6 +95,9 @@ for kind, queries in (("some", some), ("same", same)):
     attribute(f"attribute-places-{kind}", queries, 20, "single", 5)
     attribute(f"attribute-few-places-{kind}", queries, 100, "label", 5)
     attribute(f"attribute-all-{kind}", queries, 300, "single", None)
+    rows(f"cosine-{kind}", TopKQuestion("fc", queries[:100], k=50, rank_by="cosine"))
+    rows(f"top-groups-cosine-{kind}",
+        TopGroupsQuestion("fc", queries, "single", k=50, rank_by="cosine"))
 rows("output", OutputQuestion("fc", some, max_residual=1e9))
 rows("output-groups", OutputQuestion("fc", some, group_by="label", max_residual=1e9))
 rows("output-step", OutputQuestion("fc", some, at_step=30, max_residual=1e9))

@@ -276,7 +276,7 @@ def test_a_million_groups(tmp_path: Path) -> None:
         ({"by": "position"}, "by", "no row has a value in column 'position'"),
         ({"k": 0}, "k", "at least 1"),
         ({"order": "best"}, "order", "none of"),
-        ({"rank_by": "cosine"}, "rank_by", "none of"),
+        ({"rank_by": "angle"}, "rank_by", "none of"),
         ({"unit": 1}, "unit", "goes with rank_by='contribution'"),
         ({"at_step": 1}, "at_step", "goes with rank_by='contribution'"),
         ({"rank_by": "contribution"}, "unit", "needs the unit="),

@@ -83,6 +83,7 @@ def same_rows(ours: TopK, theirs: TopK) -> None:
         {"order": "smallest", "group_by": "task"},
         {"group_by": "step", "k": 2},
         {"distinct": "example"},
+        {"rank_by": "cosine", "group_by": "label", "k": 3},
         {"distinct": "label", "group_by": "task", "order": "absolute"},
         {"rank_by": "contribution", "unit": 5},
         {"rank_by": "contribution", "direction": DIRECTIONS, "at_step": 31, "distinct": "label"},
@@ -129,6 +130,7 @@ def test_sums(whole: Index, parts: SpreadIndex, options: dict[str, Any], where: 
     [
         {"by": "example", "k": 20},
         {"by": "label", "order": "absolute", "where": WHERE},
+        {"by": "example", "rank_by": "cosine"},
         {"by": "example", "rank_by": "contribution", "direction": DIRECTIONS},
         {"by": "task", "rank_by": "contribution", "unit": 1, "at_step": 40, "where": WHERE},
     ],

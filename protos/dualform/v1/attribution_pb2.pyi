@@ -52,6 +52,7 @@ class RankBy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     RANK_BY_UNSPECIFIED: _ClassVar[RankBy]
     RANK_BY_WEIGHT: _ClassVar[RankBy]
     RANK_BY_CONTRIBUTION: _ClassVar[RankBy]
+    RANK_BY_COSINE: _ClassVar[RankBy]
 
 class Strategy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -93,6 +94,7 @@ ORDER_ABSOLUTE: Order
 RANK_BY_UNSPECIFIED: RankBy
 RANK_BY_WEIGHT: RankBy
 RANK_BY_CONTRIBUTION: RankBy
+RANK_BY_COSINE: RankBy
 STRATEGY_UNSPECIFIED: Strategy
 STRATEGY_SCAN: Strategy
 STRATEGY_FLAT: Strategy

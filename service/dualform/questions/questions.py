@@ -19,7 +19,7 @@ from dualform.questions.question import Question
 from dualform.v1 import attribution_pb2 as pb
 
 Order = Literal["largest", "smallest", "absolute"]
-RankBy = Literal["weight", "contribution"]
+RankBy = Literal["weight", "contribution", "cosine"]
 TopKStrategy = Literal["auto", "certified", "device", "distinct_keys", "flat", "scan"]
 SumsStrategy = Literal["auto", "key_sums", "distinct_keys", "device", "scan"]
 OutputStrategy = Literal["auto", "rebuilt", "parts", "device", "scan"]
@@ -56,8 +56,8 @@ class TopKQuestion(Question):
         where: Which rows take part; None for all.
         group_by: A metadata column: the k best rows of each of its values.
         order: "absolute" sorts by |score| descending; scores stay signed.
-        rank_by: "weight", or "contribution": what a row added to one output unit, or along a
-            direction.
+        rank_by: "weight"; "cosine", of query and key, 0 where either is zero; or "contribution":
+            what a row added to one output unit, or along a direction.
         unit: The output unit, 0 to d_out - 1; with "contribution" alone, which needs it or
         direction: float32 [n, d_out], finite: one for each query.
         at_step: Contributions after so many steps; None for the trained layer. Likewise.
@@ -99,7 +99,8 @@ class TopKQuestion(Question):
 
 @dataclass(frozen=True, eq=False)
 class TopGroupsQuestion(Question):
-    """The best groups of one layer's rows: by what their weights, or contributions, add up to.
+    """The best groups of one layer's rows: by what their weights, cosines or contributions add up
+    to.
 
     Attributes:
         layer, queries, where, unit, direction, at_step, max_residual, explain_plan, index: As for
@@ -107,8 +108,8 @@ class TopGroupsQuestion(Question):
         by: The metadata column whose values are the groups; the rows without a value are one too.
         k: Groups per query; at least 1.
         order: "absolute" sorts by |sum| descending; sums stay signed.
-        rank_by: What is added up: "weight", or "contribution".
-        strategy: How weights are added up, as for SumsQuestion; contributions know "scan" alone.
+        rank_by: What is added up: "weight", "cosine" or "contribution".
+        strategy: How weights are added up, as for SumsQuestion; the others know "scan" alone.
         partial: As for TopKQuestion.
     """
 

@@ -79,7 +79,7 @@ def add_to(commands: Any) -> None:
 
 def _ranking_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--order", choices=["largest", "smallest", "absolute"], default="largest")
-    parser.add_argument("--rank-by", choices=["weight", "contribution"], default="weight")
+    parser.add_argument("--rank-by", choices=["weight", "cosine", "contribution"], default="weight")
     parser.add_argument("--unit", type=int, metavar="U", help="contributions to output unit U")
     parser.add_argument(
         "--direction",

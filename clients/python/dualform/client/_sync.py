@@ -166,7 +166,7 @@ class Client(Driver):
         index: str | None = None,
         timeout: float | None = None,
     ) -> TopKResult:
-        """The k rows with the largest attention weight or contribution per query.
+        """The k rows with the largest attention weight, cosine or contribution per query.
 
         The weight of a row is x_t.x, its contribution to output unit u
         (c_t x_t.x + c'_t) e_t[u], primes for the bias (paper, eq. dual_linear). Over all rows
@@ -181,8 +181,9 @@ class Client(Driver):
             where: Which rows take part: text such as "label = 6 and step < 3000", or a Filter.
             group_by: A metadata column: the k best rows of each of its values.
             order: "largest", "smallest", or "absolute" (by |score|, scores stay signed).
-            rank_by: "weight", or "contribution": scores are then contributions to `unit`, or along
-                `direction`; one of the two is needed.
+            rank_by: "weight"; "cosine": scores are then x_t.x / (|x_t| |x|), and 0 where either is
+                zero; or "contribution": contributions to `unit`, or along `direction`; one of the
+                two is needed.
             unit: The output unit, 0 to d_out - 1; with "contribution" only.
             direction: float32 [n, d_out], one for each query, as `queries` are given; likewise.
             at_step: Contributions to the layer after so many steps, of the rows before; None for
@@ -250,7 +251,7 @@ class Client(Driver):
         index: str | None = None,
         timeout: float | None = None,
     ) -> TopGroupsResult:
-        """The k groups whose rows' attention weights, or contributions, add up to most per query.
+        """The k groups whose rows' weights, cosines or contributions add up to most per query.
 
         With `by="example"` the training examples behind an output, where `top_k` gives their rows:
         an example has one in every epoch. Rows without a value are a group too, None.
@@ -262,8 +263,9 @@ class Client(Driver):
             k: Groups per query; of any number, the others are not sent.
             where: Which rows are added up, as for `top_k`.
             order: By sum: "largest", "smallest", or "absolute" (by |sum|, sums stay signed).
-            rank_by: What is added up: "weight", or "contribution" (see `top_k`) to `unit`, or along
-                `direction`; one of the two is needed.
+            rank_by: What is added up: "weight", "cosine" (each row counts by its direction alone:
+                divided by `counts`, a group's mean cosine) or "contribution" (see `top_k`) to
+                `unit`, or along `direction`; one of the two is needed.
             unit: As for `top_k`.
             direction: As for `top_k`.
             at_step: As for `top_k`.

@@ -89,7 +89,7 @@ def _kind(ranking: Ranking) -> str:
     """What the planner remembers under one name: sketches serve such questions alike."""
     contribution = ranking.contribution
     if contribution is None:
-        return ranking.order
+        return f"{ranking.order} cosine" if ranking.cosine else ranking.order
     along = contribution.unit if contribution.directions is None else "direction"
     return f"{ranking.order} {along}"
 
@@ -168,4 +168,5 @@ def _ranking(opened: Opened, layer: Layer, question: TopKQuestion) -> tuple[Rank
         grouping = layer.space.grouping(question.group_by)
     if question.distinct is not None:
         distinct = layer.space.grouping(question.distinct, "distinct")
-    return Ranking(question.k, question.order, grouping, contribution, distinct), end
+    cosine = question.rank_by == "cosine"
+    return Ranking(question.k, question.order, grouping, contribution, distinct, cosine), end

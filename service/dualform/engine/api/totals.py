@@ -123,7 +123,8 @@ def _ranking(
     added = PreparedSums(
         queries, grouping, layer.space.groups_of_runs(question.by), False, selected
     )
-    return PreparedRanking(added, counts, question.k, question.order, contribution, find)
+    cosine = question.rank_by == "cosine"
+    return PreparedRanking(added, counts, question.k, question.order, contribution, cosine, find)
 
 
 def _groups_result(

@@ -15,7 +15,7 @@ import torch
 
 from dualform.engine.devices.devices import Devices
 from dualform.engine.groups.best import BestGroups, best_groups
-from dualform.engine.groups.contribution_sum import ContributionSum
+from dualform.engine.groups.contribution_sum import ContributionSum, CosineSum
 from dualform.engine.memory.fold import fold
 from dualform.engine.memory.layer import Layer
 from dualform.engine.memory.shards import Stop
@@ -43,6 +43,7 @@ class PreparedRanking:
         k: Groups per query.
         order: "largest", "smallest" or "absolute".
         contribution: What is added up; None for the attention weight.
+        cosine: The cosine of query and key is, in place of the weight.
         find: Gives a unit's metric, for contributions without coefficients.
     """
 
@@ -51,6 +52,7 @@ class PreparedRanking:
     k: int
     order: str
     contribution: Contribution | None = None
+    cosine: bool = False
     find: FindMetric | None = None
 
 
@@ -115,6 +117,16 @@ def _finder(
     """What adds up all groups for a block of the queries, how, and for how many at a time."""
     asked, contribution = prepared.sums, prepared.contribution
     size = block_queries(len(asked.grouping.values))
+    if prepared.cosine:
+
+        def cosines(block: slice) -> np.ndarray:
+            queries = asked.queries[block]
+            total = CosineSum(queries, Groups(asked.grouping))
+            fold(layer, queries, asked.selected, [total], stop)
+            return total.result()
+
+        why = "a cosine depends on its key's length, so every row is multiplied"
+        return cosines, _scan_alone(why, strategy), size
     if contribution is None:
         way = sums.plan(layer, asked, strategy, devices)
 
@@ -143,6 +155,10 @@ def _plan_contributions(contribution: Contribution, strategy: str) -> Plan:
         why = "each step has its own metric, so every row is scored"
     else:
         why = "what a row added depends on its value, so every row is multiplied"
+    return _scan_alone(why, strategy)
+
+
+def _scan_alone(why: str, strategy: str) -> Plan:
     refused = {"key_sums": why, "distinct_keys": why, "device": why, "scan": None}
     check_strategy(strategy, refused)
     return Plan("scan", why, {})

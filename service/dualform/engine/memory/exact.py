@@ -94,6 +94,26 @@ class ExactDots:
         found[odd] = contributions(np.array([math.fsum(self._terms(i)) for i in odd]), odd)
         return np.asarray(found + np.float32(0))
 
+    def rounded_cosines(self, lengths: np.ndarray) -> np.ndarray:
+        """Cosines D / l, D the float64 nearest to the dot product, rounded to float32 once.
+
+        Args:
+            lengths: The norms' products l, float64 [n]; where one is 0, so is the cosine.
+
+        Returns:
+            float32 [n].
+        """
+
+        def cosines(sums: np.ndarray, rows: np.ndarray) -> np.ndarray:
+            of_rows = lengths[rows]
+            none = np.zeros(len(rows))
+            found = np.divide(sums, of_rows, out=none, where=of_rows > 0)
+            return np.asarray(found.clip(-1, 1).astype(np.float32))
+
+        found, odd = self._outcome(cosines)
+        found[odd] = cosines(np.array([math.fsum(self._terms(i)) for i in odd]), odd)
+        return np.asarray(found + np.float32(0))
+
     def _outcome(
         self, of: Callable[[np.ndarray, np.ndarray], np.ndarray]
     ) -> tuple[np.ndarray, np.ndarray]:

@@ -49,6 +49,8 @@ _PAIR = 200
 _WEIGHT = 24
 # Of such a pair where contributions are: weights, coefficients and values' products in float64.
 _CONTRIBUTION = 60
+# Of such a pair where it is a cosine: the norms' product, the quotient, its error, in float64.
+_COSINE = 48
 # Of a row that takes part or not: masks, and which are left.
 _ROW = 16
 # Of a layer's row for each column that is looked at for the first time: codes and bitmaps.
@@ -81,6 +83,8 @@ def of_rows(index: Index, question: RowsQuestion) -> int:
             size += _ROW * layer.rows
         if question.rank_by == "contribution":
             size += _contribution(index, layer, n, question.unit is None)
+        if question.rank_by == "cosine":
+            size += _COSINE * _pairs(layer, n)
         return size + _top_k(layer, n, groups, question.k)
     if isinstance(question, SumsQuestion):
         if question.bins is not None:
@@ -306,6 +310,8 @@ def _top_groups(index: Index, layer: Layer, question: TopGroupsQuestion) -> int:
     size += n * question.k * 2 * longest_text(layer.space.columns[question.by])
     if question.rank_by == "weight":
         return size + _sums(layer, block, groups)
+    if question.rank_by == "cosine":
+        return size + _COSINE * _pairs(layer, block) + _sums(layer, block, groups)
     size += 60 * n * layer.d_out + 5 * 8 * block * groups
     if not index.ledger.family.scalar:
         return size + _contribution(index, layer, min(n, ranked.block_scores(layer.rows)), True)

@@ -33,6 +33,7 @@ def devices_apply(devices: Devices, ranking: Ranking) -> str | None:
     for given, what in (
         (ranking.grouping, "group_by"),
         (ranking.contribution, "contributions"),
+        (ranking.cosine or None, "cosines"),
         (ranking.distinct, "distinct"),
     ):
         if given is not None:

@@ -44,6 +44,8 @@ def sketches_apply(layer: Layer, ranking: Ranking) -> str | None:
             return f"layer {layer.name!r} has no sketches"
     except DataLossError as error:  # other strategies do without
         return str(error)
+    if ranking.cosine:
+        return "sketches bound weights, not cosines"
     contribution = ranking.contribution
     if contribution is not None and contribution.coefficients is None:
         return "sketches bound weights, and each step has its own metric"
@@ -55,6 +57,7 @@ def faiss_applies(layer: Layer, ranking: Ranking, whole: bool) -> str | None:
     for given, what in (
         (ranking.grouping, "group_by"),
         (ranking.contribution, "contributions"),
+        (ranking.cosine or None, "cosines"),
         (ranking.distinct, "distinct"),
     ):
         if given is not None:

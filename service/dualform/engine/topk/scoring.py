@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from dualform.engine.memory.exact import ExactDots
+from dualform.engine.memory.float64 import lengths
 from dualform.engine.memory.layer import Layer
 from dualform.engine.memory.tiles import Tile
 from dualform.engine.topk.candidates import Candidates
@@ -28,6 +29,7 @@ class Scores:
         contribution: What is scored; None for the attention weight.
         layer: Where candidates can be read; None without.
         longest: At least the norm of the layer's finite keys.
+        cosine: The cosine is scored in place of the weight.
     """
 
     def __init__(
@@ -36,8 +38,10 @@ class Scores:
         contribution: Contribution | None,
         layer: Layer | None,
         longest: float,
+        cosine: bool = False,
     ) -> None:
         self._longest = longest
+        self._lengths = lengths(queries.numpy()) if cosine else None
         self._queries = queries
         self._contribution = contribution
         self._layer = layer
@@ -51,7 +55,7 @@ class Scores:
             asked = self._queries[torch.from_numpy(queries[part])]
             dots = ExactDots(keys, asked, tile.max_norm)
             if self._contribution is None:
-                scores[part] = dots.rounded()
+                scores[part] = self._rounded(dots, keys, queries[part])
             else:
                 factors = self._contribution.inside(tile, rows[part], queries[part])
                 scores[part] = dots.rounded_contributions(*factors)
@@ -101,10 +105,10 @@ class Scores:
         positions = part.positions[which]
         keys = self._layer.keys_at(positions, room[0])
         dots = ExactDots(keys, self._queries[query], self._longest, room[1])
+        queries = np.full(len(which), query)
         if self._contribution is None:
-            scores[which] = dots.rounded()
+            scores[which] = self._rounded(dots, keys, queries)
         else:
-            queries = np.full(len(which), query)
             factors = self._contribution.at(self._layer, positions, queries)
             scores[which] = dots.rounded_contributions(*factors)
 
@@ -119,7 +123,13 @@ class Scores:
         keys = self._layer.keys_at(positions)[torch.from_numpy(place)]
         dots = ExactDots(keys, self._queries[torch.from_numpy(queries)], self._longest)
         if self._contribution is None:
-            scores[which] = dots.rounded()
+            scores[which] = self._rounded(dots, keys, queries)
         else:
             factors = self._contribution.at(self._layer, positions[place], queries)
             scores[which] = dots.rounded_contributions(*factors)
+
+    def _rounded(self, dots: ExactDots, keys: torch.Tensor, queries: np.ndarray) -> np.ndarray:
+        """Weights, or cosines, of keys with their queries, int64 [m]: float32 [m]."""
+        if self._lengths is None:
+            return dots.rounded()
+        return dots.rounded_cosines(lengths(keys.numpy()) * self._lengths[queries])

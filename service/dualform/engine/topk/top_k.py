@@ -23,7 +23,7 @@ from dualform.engine.memory.tiles import Tile
 from dualform.engine.rows.groups import Groups
 from dualform.engine.topk.candidates import Candidates, Kept
 from dualform.engine.topk.distinct import first_of_each, value_codes
-from dualform.engine.topk.ranking import Ranking, merit
+from dualform.engine.topk.ranking import Cosines, Ranking, merit
 from dualform.engine.topk.scoring import Scores
 
 RESCORE_ROWS = 4096
@@ -90,6 +90,7 @@ class TopK:
         self._k = ranking.k
         self._order = ranking.order
         self._contribution = ranking.contribution
+        self._cosines = Cosines(queries) if ranking.cosine else None
         self._groups = Groups(ranking.grouping)
         self._distinct = None if ranking.distinct is None else Groups(ranking.distinct)
         self._kept = Kept()
@@ -97,7 +98,9 @@ class TopK:
         self.longest_query = float(self._norms.max())
         shards = () if layer is None else layer.shards
         self.longest = max((shard.max_norm for shard in shards), default=0.0)
-        self._scores = Scores(queries, ranking.contribution, layer, self.longest)
+        self._scores = Scores(
+            queries, ranking.contribution, layer, self.longest, cosine=ranking.cosine
+        )
         self._bound = (self.longest, error_bound(queries.shape[1], self._norms, self.longest))
         self.error = self._bound[1].numpy()
         self._limits = np.full(len(queries) * len(self._groups), -np.inf)
@@ -186,6 +189,9 @@ class TopK:
             weights = torch.where(torch.from_numpy(tile.finite), weights, torch.nan)
         if self._contribution is not None:
             weights, errors = self._contribution.of_tile(tile, weights, errors, which)
+        elif self._cosines is not None:
+            weights = self._cosines.of_tile(tile, weights, which)
+            errors = torch.full_like(errors, self._cosines.error)
         merits = merit(weights, self._order)
         codes = None
         if self._groups.by is not None:
@@ -242,7 +248,7 @@ class TopK:
             ValueError: It is of another one.
         """
         ours, theirs = self._ranking, other._ranking
-        same = (ours.k, ours.order) == (theirs.k, theirs.order)
+        same = (ours.k, ours.order, ours.cosine) == (theirs.k, theirs.order, theirs.cosine)
         same &= (ours.contribution is None) == (theirs.contribution is None)
         if ours.contribution is not None and theirs.contribution is not None:
             same &= ours.contribution.same_question(theirs.contribution)
