@@ -21,7 +21,7 @@ import warm
 from torch import nn
 
 from dualform.record import DiskSink, Recorder, RecordingFailedError, disk
-from dualform.store import recording_writer
+from dualform.store import direct
 from dualform.store.recording import Recording
 
 from . import reading
@@ -160,7 +160,7 @@ def test_the_loops_own_exception_is_not_hidden(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     model, optimizer = network()
-    monkeypatch.setattr(recording_writer.os, "pwritev", full)
+    monkeypatch.setattr(direct.os, "pwritev", full)
     with pytest.raises(ZeroDivisionError), Recorder(model, optimizer, tmp_path / "r"):  # noqa: PT012
         step(model, optimizer)
         raise ZeroDivisionError
@@ -205,9 +205,9 @@ def test_where_there_is_no_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for name in ("direct", "open", "write"):
         with monkeypatch.context() as patch:
             if name == "open":
-                patch.setattr(recording_writer.os, "open", no_direct_open)
+                patch.setattr(direct.os, "open", no_direct_open)
             if name == "write":
-                patch.setattr(recording_writer.os, "pwritev", no_direct_write)
+                patch.setattr(direct.os, "pwritev", no_direct_write)
             model, optimizer = network()
             with Recorder(model, optimizer, tmp_path / name):
                 for _ in range(3):
@@ -227,7 +227,7 @@ def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     rows = []
     for name, write in (("whole", real), ("short", short)):
-        monkeypatch.setattr(recording_writer.os, "pwritev", write)
+        monkeypatch.setattr(direct.os, "pwritev", write)
         torch.manual_seed(0)
         model, optimizer = network()
         with Recorder(model, optimizer, tmp_path / name):
@@ -250,7 +250,7 @@ def test_a_full_queue_waits_and_loses_nothing(
         largest = max(largest, sink._waiting_bytes)
         return real(fd, buffers, offset)
 
-    monkeypatch.setattr(recording_writer.os, "pwritev", slow)
+    monkeypatch.setattr(direct.os, "pwritev", slow)
     model, optimizer = network()
     with Recorder(model, optimizer, sink):
         for _ in range(60):

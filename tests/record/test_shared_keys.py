@@ -12,7 +12,9 @@ from dualform.engine import verify_index
 from dualform.index import build_index
 from dualform.record import Recorder
 from dualform.store.recording import Recording
-from dualform.store.segment_table import padded
+from dualform.store.recording_bin import BinFile, Record, Written
+from dualform.store.recording_packer import Column
+from dualform.store.segment_table import Span, padded
 
 from .reading import keys, values
 
@@ -71,13 +73,17 @@ def test_one_input_is_written_once(tmp_path: Path) -> None:
 
 def test_equal_digests_are_no_proof(tmp_path: Path) -> None:
     """Two records that claim one digest, of different bytes, are both written."""
-    from dualform.store.recording_writer import Record, RecordingWriter
-
-    writer = RecordingWriter.__new__(RecordingWriter)
     placed = []
-    writer._place = lambda record: placed.append(record) or len(placed)  # type: ignore
+
+    class Counting(BinFile):
+        def place(self, column: Column, record: Record) -> Span:
+            placed.append(record)
+            return Span(len(placed), record.nbytes, "same")
+
+    file = Counting(tmp_path / "never.bin")
     one, other = (memoryview(bytes([byte]) * 4096) for byte in (1, 2))
-    written: dict = {}  # type: ignore[type-arg]
-    spans = [writer._place_once(Record(m, 4096, "same"), written) for m in (one, other, one)]
-    assert spans == [1, 2, 3]
-    assert writer._place_once(Record(one, 4096, "same"), written) == 3
+    written: Written = {}
+    records = [Record(memory, 4096, "same") for memory in (one, other, one)]
+    spans = [file.place_once(("q", False), record, written) for record in records]
+    assert [span.offset for span in spans] == [1, 2, 3]
+    assert file.place_once(("q", False), Record(one, 4096, "same"), written).offset == 3

@@ -40,7 +40,14 @@ class Coverage:
         plural = "" if self.layers == 1 else "s"
         return f"{self.layers} layer{plural}, {share:.1f} % of the model's matrix parameters"
 
-    def first_line(self, step_bytes: int, options: str, to: str, ranks: int | None = None) -> str:
+    def first_line(
+        self,
+        step_bytes: int,
+        options: str,
+        to: str,
+        ranks: int | None = None,
+        packed: bool = False,
+    ) -> str:
         """What is recorded, what it takes, and what is left out.
 
         Args:
@@ -48,9 +55,11 @@ class Coverage:
             options: That leave rows out; may be empty.
             to: Where it goes, from ", to" on; may be empty.
             ranks: How many processes record, each as much; None for one.
+            packed: What a step takes is packed on the way, and said as it is before.
         """
         each = "" if ranks is None else f" on each of {ranks} ranks"
         line = f"dualform: recording {self}{each}, {size_text(step_bytes)} per step"
+        line += " before packing" if packed else ""
         line += f" ({options}){to}" if options else to
         left_out = self.left_out_text()
         return f"{line}. Left out: {left_out}" if left_out else line

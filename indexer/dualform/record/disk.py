@@ -15,7 +15,7 @@ from pathlib import Path
 
 from dualform.record.buffers import Buffer
 from dualform.record.coverage import size_text
-from dualform.record.errors import RecordingExistsError, RecordingFailedError
+from dualform.record.errors import OptionError, RecordingExistsError, RecordingFailedError
 from dualform.record.sink import CapturedPass, State, StepBatch
 from dualform.store.errors import BusyError, ExistsError
 from dualform.store.ledger import InexactMark
@@ -118,16 +118,17 @@ class DiskSink:
             self._lock.release()
             self._lock = None
 
-    def resume(self, recording: Recording, step: int) -> None:
+    def resume(self, recording: Recording, step: int, packed: bool = False) -> None:
         """Instead of `open`, after `claim`: drop everything after `step` steps, and go on.
 
         Args:
             recording: Of this path; not to be used afterwards.
             step: At most as many as it has.
+            packed: Whether records are packed from now on.
         """
         segments = cut_recording(recording, step)
         self._steps = self._committed_steps = step
-        self._start(RecordingWriter.resume(self.path, recording.manifest, segments))
+        self._start(RecordingWriter.resume(self.path, recording.manifest, segments, packed))
 
     def _start(self, writer: RecordingWriter) -> None:
         self._writer = writer
@@ -141,7 +142,8 @@ class DiskSink:
             warnings.warn(
                 f"{self.path}: {planned_steps:,} steps of {step_bytes / 1e6:.2f} MB need "
                 f"{planned_steps * step_bytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free; "
-                "record fewer layers (layers=[...]), keys alone (values=False), or to another disk",
+                "record fewer layers (layers=[...]), keys alone (values=False), packed (pack=True; "
+                "of networks with ReLU half is left), or to another disk",
                 stacklevel=2,
             )
         if self._writer is not None and not self._writer.has_initial:  # resumed ones have it
@@ -275,6 +277,18 @@ class DiskSink:
             f"{self.path}: {_what(error)}; {self._committed_steps:,} of {self._steps:,} steps are "
             f"committed and stay readable; {remedy}"
         )
+
+
+def check_pack(pack: object, on_disk: bool) -> None:
+    """Refuse a `pack` that is neither true nor false, or of what does not go to disk.
+
+    Raises:
+        OptionError: It is.
+    """
+    if not isinstance(pack, bool):
+        raise OptionError(f"pack={pack!r}: True packs keys and values on disk, False does not")
+    if pack and not on_disk:
+        raise OptionError("pack=True is for a recording on disk: give its path, or leave pack out")
 
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}

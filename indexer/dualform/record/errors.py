@@ -23,7 +23,7 @@ class RecordError(DualformError):
 
 
 class OptionError(RecordError, ValueError):
-    """`every`, `sample`, `seed` or `zero_rows` is none of the values that it may have."""
+    """`every`, `sample`, `seed`, `zero_rows` or `pack` is none of the values that it may have."""
 
 
 class OptimizerError(RecordError, TypeError):

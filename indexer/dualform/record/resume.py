@@ -126,7 +126,7 @@ def _resume(
             for spec in manifest.layers.values():
                 if not any(_hides(mark, step) for mark in recording.marks[spec.name]):
                     check(recording, ledger, spec, step, states)
-        sink.resume(recording, step)
+        sink.resume(recording, step, manifest.packed)
     with Recording.open(sink.path) as kept:
         return Resumed(
             columns={

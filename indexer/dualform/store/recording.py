@@ -23,7 +23,6 @@ from dualform.store.errors import DamagedError, NotFoundError
 from dualform.store.files import (
     FileEntry,
     check_digest_of,
-    digest,
     opened,
     read_checked,
 )
@@ -36,6 +35,7 @@ from dualform.store.recording_format import (
     LayerSpec,
     RecordingManifest,
 )
+from dualform.store.recording_records import RecordReader
 from dualform.store.recording_segments import committed
 from dualform.store.row_metadata import row_schema
 from dualform.store.sampling import counted
@@ -99,7 +99,7 @@ class Recording:
                 for start, _ in zip(starts, segment.block_rows, strict=False)
             )
         self.schema = row_schema(columns)
-        self._open_bin: tuple[int, int] | None = None
+        self._records = RecordReader(self._directory)
         self._open_rows: tuple[int, pa.Table] | None = None
 
     @classmethod
@@ -118,19 +118,14 @@ class Recording:
 
     def close(self) -> None:
         """Let go of open files; the recording can still be read after, and reopens them."""
-        if self._open_bin is not None:
-            os.close(self._open_bin[1])
-        self._open_bin = self._open_rows = None
+        self._records.close()
+        self._open_rows = None
 
     def __enter__(self) -> Recording:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def __del__(self) -> None:
-        if getattr(self, "_open_bin", None) is not None:
-            self.close()
 
     def ledger(self) -> Ledger:
         """The ledger of all committed steps, every layer's weight and bias."""
@@ -348,7 +343,7 @@ class Recording:
     def _stored(self, record: PassRecord, span: Span) -> np.ndarray:
         stored = encoding(span.encoding).stored
         rows = np.empty(span.nbytes // stored.itemsize, stored)
-        self._read(record.segment, span, _bytes(rows))
+        self._records.read(record.segment, span, _bytes(rows))
         return rows.reshape(record.rows, -1) if record.rows else rows.reshape(0, 1)
 
     def _widen(self, record: PassRecord, span: Span, out: memoryview | np.ndarray) -> None:
@@ -361,7 +356,7 @@ class Recording:
                 f"{FLOAT32.row_bytes(numbers):,} bytes as float32; `out` has {len(view):,} bytes"
             )
         if span.encoding == FLOAT32.name:
-            self._read(record.segment, span, view)
+            self._records.read(record.segment, span, view)
             return
         try:
             view[:] = _bytes(kind.widen(self._stored(record, span), d))
@@ -369,26 +364,6 @@ class Recording:
             path = self._directory / segment_name(record.segment, "bin")
             what = f"the record at byte {span.offset:,} is not {span.encoding} ({error})"
             raise DamagedError(path, what, RERECORD) from None
-
-    def _read(self, segment: int, span: Span, view: memoryview) -> None:
-        if self._open_bin is None or self._open_bin[0] != segment:
-            if self._open_bin is not None:
-                os.close(self._open_bin[1])
-                self._open_bin = None
-            path = self._directory / segment_name(segment, "bin")
-            self._open_bin = (segment, os.open(path, os.O_RDONLY))
-        done = 0
-        while done < len(view):
-            count = os.preadv(self._open_bin[1], [view[done:]], span.offset + done)
-            if count == 0:
-                break
-            done += count
-        if done < len(view) or digest(view) != span.xxh3:
-            raise DamagedError(
-                self._directory / segment_name(segment, "bin"),
-                f"the record at byte {span.offset:,} is not the one that was written",
-                RERECORD,
-            )
 
 
 def _bytes(out: memoryview | np.ndarray) -> memoryview:

@@ -22,9 +22,9 @@ from dualform.store.sampling import (
 )
 
 FORMAT = "dualform-recording"
-VERSION = 3
-"""The newest that this program reads. 2 knows encodings of keys and values, 3 ranks; a recording is
-written as the oldest that has what is in it."""
+VERSION = 4
+"""The newest that this program reads. 2 knows encodings of keys and values, 3 ranks, 4 packed
+records; a recording is written as the oldest that has what is in it."""
 MANIFEST = "manifest.json"
 INITIAL = "initial.safetensors"
 FINAL = "final.safetensors"
@@ -76,6 +76,7 @@ class RecordingManifest:
         sampling: Which rows are kept.
         ranks: Of which process of a data-parallel run; None of a run in one process.
         left_out: Modules that hold matrices and are not recorded, by reason; said, not compared.
+        packed: Records may be packed; a matter of disk alone, so not compared either.
     """
 
     optimizer: str
@@ -85,6 +86,7 @@ class RecordingManifest:
     sampling: Sampling = ALL_ROWS
     ranks: Rank | None = None
     left_out: Mapping[str, Sequence[str]] = field(default_factory=dict, compare=False)
+    packed: bool = field(default=False, compare=False)
 
     def save(self, directory: Path) -> None:
         """Write `manifest.json` atomically."""
@@ -92,9 +94,10 @@ class RecordingManifest:
         fields = {"optimizer": self.optimizer, "values": self.values, "created_by": self.created_by}
         sampling = {} if self.sampling.whole else {"sampling": self.sampling.to_json()}
         ranks = {} if self.ranks is None else {"ranks": self.ranks.to_json()}
-        head = {"format": FORMAT, "version": 3 if ranks else 2}
+        packed = {"packed": True} if self.packed else {}
+        head = {"format": FORMAT, "version": 4 if packed else 3 if ranks else 2}
         left_out = [{"reason": why, "layers": list(n)} for why, n in self.left_out.items()]
-        data = {**head, **fields, **sampling, **ranks, "layers": layers}
+        data = {**head, **fields, **sampling, **ranks, **packed, "layers": layers}
         data |= {"left_out": left_out} if left_out else {}
         write_sealed(directory / MANIFEST, data)
 
@@ -143,6 +146,7 @@ class RecordingManifest:
             sampling=Sampling.read(data),
             ranks=Rank.read(data),
             left_out=_left_out(data),
+            packed=data.has("packed") and data.boolean("packed"),
         )
 
 

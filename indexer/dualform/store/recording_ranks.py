@@ -83,7 +83,7 @@ class RecordingOfRanks(Recording):
         self.marks = {name: _marks(parts, name, self.steps) for name in self.manifest.layers}
         self._number_all()
         self._passes = {name: list(self._merged(name)) for name in self.manifest.layers}
-        self._open_bin = self._open_rows = None
+        self._open_rows = None
         columns = _columns(parts)
         self._adds_rank = RANK not in columns
         self.schema = row_schema({**columns, RANK: "int64"} if self._adds_rank else columns)

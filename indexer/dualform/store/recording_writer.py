@@ -6,10 +6,9 @@ segment is ignored by the reader.
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,12 +16,11 @@ import numpy as np
 import pyarrow as pa
 from safetensors.numpy import save as safetensors
 
-from dualform.store.direct import create_direct, write_at
-from dualform.store.encoding import FLOAT32
 from dualform.store.errors import ExistsError
-from dualform.store.files import FileEntry, digest, sync_directory, write_atomic, write_sealed
+from dualform.store.files import FileEntry, sync_directory, write_atomic, write_sealed
 from dualform.store.ledger import InexactMark, LedgerRow, to_parquet
 from dualform.store.parquet import write_parquet
+from dualform.store.recording_bin import BinFile, Record, Written
 from dualform.store.recording_format import (
     CLOSED,
     EXAMPLES,
@@ -32,29 +30,15 @@ from dualform.store.recording_format import (
     SEGMENTS,
     RecordingManifest,
 )
+from dualform.store.recording_packer import Packer
 from dualform.store.row_metadata import Block, blocks_table, column_types
 from dualform.store.sampling import DroppedRows
-from dualform.store.segment_table import PassRecord, SegmentTable, Span, padded, segment_name
+from dualform.store.segment_table import PassRecord, SegmentTable, segment_name
+
+__all__ = ["Examples", "Record", "RecordingWriter", "StepPass"]
 
 _PAYLOAD_BYTES = 4 << 20
 """Of a row group of payloads."""
-
-
-class Record(NamedTuple):
-    """Keys or values on their way to disk.
-
-    Attributes:
-        memory: Page-aligned bytes, padded with zeros to a multiple of `ALIGNMENT`.
-        nbytes: Bytes that count.
-        xxh3: Their digest, where it is known already.
-        encoding: Name of the encoding of the numbers (`dualform.store.encoding`): "float32", or
-            "bfloat16" or "float16" where training had such numbers. Every pass may have its own.
-    """
-
-    memory: memoryview
-    nbytes: int
-    xxh3: str | None = None
-    encoding: str = FLOAT32.name
 
 
 class StepPass(NamedTuple):
@@ -81,10 +65,8 @@ class _OpenSegment:
     """What was appended since the last commit."""
 
     first_step: int
+    bin: BinFile
     rows: int = 0  # of metadata
-    offset: int = 0  # bytes appended to the .bin file
-    written: int = 0  # of these, bytes on disk
-    pending: list[memoryview] = field(default_factory=list)
     passes: list[tuple[str, PassRecord]] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
     ledger: list[LedgerRow] = field(default_factory=list)
@@ -99,7 +81,7 @@ class RecordingWriter:
 
     Args:
         path: Must not exist.
-        manifest: Written at once.
+        manifest: Written at once. Where it says so, records are packed.
 
     Attributes:
         steps: How many were appended.
@@ -123,14 +105,18 @@ class RecordingWriter:
             (path / EXAMPLES).mkdir(exist_ok=True)
             manifest.save(path)
             sync_directory(path.parent)
-            self._set_up(path, manifest, ())
+            self._set_up(path, manifest, (), manifest.packed)
         except BaseException:  # a path that could be neither started nor continued
             shutil.rmtree(path, ignore_errors=True)
             raise
 
     @classmethod
     def resume(
-        cls, path: Path, manifest: RecordingManifest, segments: Sequence[SegmentTable]
+        cls,
+        path: Path,
+        manifest: RecordingManifest,
+        segments: Sequence[SegmentTable],
+        packed: bool = False,
     ) -> RecordingWriter:
         """Go on after the segments that `cut_recording` left.
 
@@ -138,15 +124,24 @@ class RecordingWriter:
             path: The recording.
             manifest: As it is there.
             segments: All that it has.
+            packed: Whether records are packed from now on, whatever was before.
         """
+        if packed and not manifest.packed:  # before anything is packed
+            manifest = replace(manifest, packed=True)
+            manifest.save(path)
         writer = cls.__new__(cls)
-        writer._set_up(path, manifest, segments)
+        writer._set_up(path, manifest, segments, packed)
         return writer
 
     def _set_up(
-        self, path: Path, manifest: RecordingManifest, segments: Sequence[SegmentTable]
+        self,
+        path: Path,
+        manifest: RecordingManifest,
+        segments: Sequence[SegmentTable],
+        packed: bool,
     ) -> None:
         self.path = path
+        self._packer = Packer() if packed else None
         self._manifest = manifest
         self._directory = path / SEGMENTS
         self._initial: FileEntry | None = segments[0].initial if segments else None
@@ -159,8 +154,7 @@ class RecordingWriter:
         for segment in segments:
             self._columns.update(segment.columns)
         blocks_table([], {})  # pyarrow's first array imports pandas, which takes its time: now
-        self._fd: int | None = None
-        self._open = _OpenSegment(first_step=self.steps)
+        self._open = self._new_segment()
 
     @property
     def has_initial(self) -> bool:
@@ -170,7 +164,7 @@ class RecordingWriter:
     @property
     def segment_bytes(self) -> int:
         """Bytes in the open segment's .bin file, those not yet flushed included."""
-        return self._open.offset
+        return self._open.bin.size
 
     @property
     def segment_rows(self) -> int:
@@ -197,10 +191,11 @@ class RecordingWriter:
 
         Keys that several layers saw (q, k and v of one input) are written once.
         """
-        written: dict[tuple[int, str, str], tuple[memoryview, Span]] = {}
+        written: Written = {}
+        place = self._open.bin.place
         for item in passes:
-            keys = self._place_once(item.keys, written)
-            values = None if item.values is None else self._place(item.values)
+            keys = self._open.bin.place_once((item.layer, False), item.keys, written)
+            values = None if item.values is None else place((item.layer, True), item.values)
             block = self._blocks + len(self._open.blocks) + item.block
             record = PassRecord(self._segments, self.steps, item.rows, block, keys, values)
             self._open.passes.append((item.layer, record))
@@ -238,13 +233,7 @@ class RecordingWriter:
 
     def flush(self) -> None:
         """Hand what was appended to the disk, without committing it. The memory is free after."""
-        if not self._open.pending:
-            return
-        if self._fd is None:
-            self._fd = create_direct(self._directory / segment_name(self._segments, "bin"))
-        write_at(self._fd, self._open.pending, self._open.written)
-        self._open.written = self._open.offset
-        self._open.pending = []
+        self._open.bin.flush()
 
     def commit(self) -> None:
         """End the open segment: after this its steps survive a crash. Nothing open: no effect."""
@@ -269,52 +258,20 @@ class RecordingWriter:
 
     def abandon(self) -> None:
         """Let go of the open segment after a failed write. What was committed stays readable."""
-        self._open.pending = []
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
-
-    def _place_once(
-        self, record: Record, written: dict[tuple[int, str, str], tuple[memoryview, Span]]
-    ) -> Span:
-        """Place a record, or name the one that has its bytes already."""
-        if not record.nbytes:
-            return self._place(record)
-        key = record.nbytes, record.xxh3 or digest(record.memory[: record.nbytes]), record.encoding
-        if key in written:
-            memory, span = written[key]
-            if _same(memory, record.memory):  # a digest is no proof
-                return span
-        span = self._place(record)
-        written[key] = record.memory, span
-        return span
-
-    def _place(self, record: Record) -> Span:
-        xxh3 = record.xxh3 or digest(record.memory[: record.nbytes])
-        span = Span(self._open.offset, record.nbytes, xxh3, record.encoding)
-        if record.nbytes:
-            self._open.pending.append(record.memory)
-            self._open.offset += padded(record.nbytes)
-        return span
+        self._open.bin.abandon()
 
     def _commit(self) -> None:
         if self._initial is None:
             raise RuntimeError("write_initial() is due before the first commit")
-        self.flush()
-        number = self._segments
-        if self._fd is None:
-            self._fd = create_direct(self._directory / segment_name(number, "bin"))
-        os.fsync(self._fd)
-        os.close(self._fd)
-        self._fd = None
+        bin_bytes = self._open.bin.finish()
         self._columns = {**self._columns, **column_types(self._open.blocks)}
         rows = blocks_table(self._open.blocks, self._columns)
         SegmentTable(
-            number=number,
+            number=self._segments,
             first_step=self._open.first_step,
             steps=self.steps - self._open.first_step,
             initial=self._initial,
-            bin_bytes=self._open.offset,
+            bin_bytes=bin_bytes,
             rows=write_atomic(self._part("rows.parquet"), write_parquet(rows)),
             ledger=write_atomic(self._part("ledger.parquet"), to_parquet(self._open.ledger)),
             passes=self._open.passes,
@@ -328,16 +285,13 @@ class RecordingWriter:
         ).save(self._directory, self._manifest.layers)
         self._segments += 1
         self._blocks += len(self._open.blocks)
-        self._open = _OpenSegment(first_step=self.steps)
+        self._open = self._new_segment()
+
+    def _new_segment(self) -> _OpenSegment:
+        return _OpenSegment(self.steps, BinFile(self._part("bin"), self._packer))
 
     def _part(self, suffix: str) -> Path:
         return self._directory / segment_name(self._segments, suffix)
-
-
-def _same(one: memoryview, other: memoryview) -> bool:
-    """Whether two records have the same bytes, the padding to whole pages included."""
-    a, b = (np.frombuffer(memory, np.uint64) for memory in (one, other))
-    return np.array_equal(a, b)
 
 
 def _was_never_started(path: Path) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -12,12 +12,14 @@ from dualform.store.errors import DamagedError
 from dualform.store.fields import Fields, entry, integer, wrong
 from dualform.store.files import FileEntry, check_seal, read_json, write_sealed
 from dualform.store.ledger import InexactMark
+from dualform.store.packing import MOST_BYTES, PACKINGS, PLAIN
 from dualform.store.recording_format import INITIAL, RERECORD, LayerSpec
 from dualform.store.row_metadata import ROW_COLUMNS, TYPES
 from dualform.store.sampling import DroppedRows, dropped_columns, read_dropped
 
 ALIGNMENT = 4096
-"""Every record starts at a multiple of this many bytes, and is padded to one with zeros."""
+"""Where nothing is packed, every record starts at a multiple of this many bytes, and is padded to
+one with zeros."""
 _PASS_COLUMNS = (
     "layer",
     "step",
@@ -29,17 +31,33 @@ _PASS_COLUMNS = (
     "values_xxh3",
 )
 _ENCODING_COLUMNS = ("keys_encoding", "values_encoding")
+_PACKING_COLUMNS = ("keys_packing", "keys_bytes", "values_packing", "values_bytes")
 _RESERVED = {*ROW_COLUMNS, "row"}
 
 
 class Span(NamedTuple):
-    """One record in a segment's .bin file: where it starts, its bytes, their digest, and the name
-    of the encoding of its numbers."""
+    """One record in a segment's .bin file.
+
+    Attributes:
+        offset: Where it starts.
+        nbytes: Of its numbers, unpacked.
+        xxh3: Their digest.
+        encoding: Name of their encoding.
+        packing: How they lie in the file (`dualform.store.packing`).
+        packed: Bytes there, where they are packed.
+    """
 
     offset: int
     nbytes: int
     xxh3: str
     encoding: str = FLOAT32.name
+    packing: str = PLAIN
+    packed: int = 0
+
+    @property
+    def stored(self) -> int:
+        """Bytes in the file."""
+        return self.nbytes if self.packing == PLAIN else self.packed
 
 
 class PassRecord(NamedTuple):
@@ -218,7 +236,21 @@ def _pass_columns(
         "values_xxh3": each(values, "xxh3"),
         "keys_encoding": each(keys, "encoding"),
         "values_encoding": each(values, "encoding"),
+        **_packing_columns(keys, values, each),
     }
+
+
+def _packing_columns(
+    keys: Sequence[Span],
+    values: Sequence[Span | None],
+    each: Callable[[Sequence[Span | None], str], list[int | str | None]],
+) -> dict[str, list[int | str | None]]:
+    """How records are packed; nothing where all start at whole pages, and none is packed."""
+    spans = [span for span in (*keys, *values) if span is not None]
+    if all(span.packing == PLAIN and span.offset % ALIGNMENT == 0 for span in spans):
+        return {}
+    columns = [each(side, name) for side in (keys, values) for name in ("packing", "stored")]
+    return dict(zip(_PACKING_COLUMNS, columns, strict=True))
 
 
 def _passes(
@@ -229,6 +261,9 @@ def _passes(
     columns = {name: data.items(name) for name in _PASS_COLUMNS}
     for name in _ENCODING_COLUMNS:  # not in version 1
         columns[name] = data.items(name) if data.has(name) else [FLOAT32.name] * count
+    packed = data.has(_PACKING_COLUMNS[0])  # from version 4 on, where something is
+    if packed:
+        columns |= {name: data.items(name) for name in _PACKING_COLUMNS}
     for name, column in columns.items():
         if len(column) != count:
             raise wrong(data.called(name), f"{len(column):,} long", f"as long as layer: {count:,}")
@@ -242,25 +277,38 @@ def _passes(
         rows = fields.integer("rows")
         if inside >= len(table.block_rows) or table.block_rows[inside] != rows:
             raise wrong(fields.called("block"), block, f"one of this segment's, of {rows:,} rows")
-        keys = _span(fields, "keys", rows, spec.d_in, table.bin_bytes)
+        keys = _span(fields, "keys", rows, spec.d_in, table.bin_bytes, packed)
         values = None
         if fields.has("values_offset"):
-            values = _span(fields, "values", rows, spec.d_out, table.bin_bytes)
+            values = _span(fields, "values", rows, spec.d_out, table.bin_bytes, packed)
         passes.append((spec.name, PassRecord(table.number, step, rows, block, keys, values)))
     return passes
 
 
-def _span(data: Fields, what: str, rows: int, d: int, most: int) -> Span:
+def _span(data: Fields, what: str, rows: int, d: int, most: int, packed: bool) -> Span:
+    """A record before the end of the .bin file, of which columns say how it is packed or do not."""
     offset = data.integer(f"{what}_offset")
     try:
         kind = encoding(data.get(f"{what}_encoding"))
     except ValueError as error:
         raise ValueError(f"{data.called(f'{what}_encoding')}: {error}") from None
     nbytes = rows * kind.row_bytes(d)
-    if offset % ALIGNMENT or offset + nbytes > most:
-        must_be = f"a multiple of {ALIGNMENT}, {nbytes:,} bytes before the end of the .bin file"
+    packing, stored, alignment = PLAIN, nbytes, ALIGNMENT
+    if packed:
+        packing, alignment = data.text(f"{what}_packing"), 1
+        if packing not in PACKINGS:
+            raise wrong(data.called(f"{what}_packing"), packing, f"one of {', '.join(PACKINGS)}")
+        stored = data.integer(f"{what}_bytes", 0, nbytes)
+        if packing == PLAIN and stored != nbytes:
+            raise wrong(data.called(f"{what}_bytes"), stored, f"{nbytes:,}, as it is not packed")
+        if packing != PLAIN and nbytes > MOST_BYTES:
+            must_be = f"{PLAIN}: {nbytes:,} bytes are too many to be packed"
+            raise wrong(data.called(f"{what}_packing"), packing, must_be)
+    if offset % alignment or offset + stored > most:
+        must_be = f"a multiple of {alignment}, {stored:,} bytes before the end of the .bin file"
         raise wrong(data.called(f"{what}_offset"), offset, must_be)
-    return Span(offset, nbytes, data.text(f"{what}_xxh3"), kind.name)
+    size = 0 if packing == PLAIN else stored
+    return Span(offset, nbytes, data.text(f"{what}_xxh3"), kind.name, packing, size)
 
 
 def _columns(data: Fields) -> dict[str, str]:

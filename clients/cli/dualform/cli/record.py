@@ -85,7 +85,12 @@ def _view(recording: Recording) -> dict[str, Any]:
 
 def _layer(recording: Recording, name: str) -> dict[str, Any]:
     spec, passes = recording.manifest.layers[name], recording.passes(name)
-    spans = [span for record in passes for span in (record.keys, record.values) if span]
+    spans = {
+        (record.segment, span)
+        for record in passes
+        for span in (record.keys, record.values)
+        if span and span.nbytes
+    }
     return {
         "name": name,
         "kind": spec.kind,
@@ -93,8 +98,10 @@ def _layer(recording: Recording, name: str) -> dict[str, Any]:
         "d_out": spec.d_out,
         "rows": recording.rows(name),
         "dropped": recording.dropped(name),
-        "bytes": sum(span.nbytes for span in spans),
-        "encodings": sorted({span.encoding for span in spans}),
+        "bytes": sum(span.stored for _, span in spans),
+        "unpacked_bytes": sum(span.nbytes for _, span in spans),
+        "encodings": sorted({span.encoding for _, span in spans}),
+        "packings": sorted({span.packing for _, span in spans}),
         "inexact": [
             {"from_step": mark.from_step, "reason": mark.reason} for mark in recording.marks[name]
         ],
@@ -111,7 +118,17 @@ def _print(view: dict[str, Any]) -> None:
     if view["options"]:
         print(f"of a sample: recorded with {view['options']}")
     print()
-    headers = ["layer", "kind", "d_in", "d_out", "kept as", "rows", "not recorded", "bytes"]
+    headers = [
+        "layer",
+        "kind",
+        "d_in",
+        "d_out",
+        "kept as",
+        "rows",
+        "not recorded",
+        "bytes",
+        "packed to",
+    ]
     print_table(
         [*headers, "exactness"],
         [
@@ -121,6 +138,7 @@ def _print(view: dict[str, Any]) -> None:
                 layer["rows"],
                 sum(layer["dropped"].values()),
                 bytes_text(layer["bytes"]),
+                _packed(layer),
                 _exactness(layer["inexact"]),
             ]
             for layer in view["layers"]
@@ -140,6 +158,13 @@ def _state(view: dict[str, Any]) -> str:
     since = view["seconds_since_commit"]
     when = "nothing is committed yet" if since is None else f"last commit {since:,.0f} s ago"
     return f"being recorded by {view['writer']}, {when}"
+
+
+def _packed(layer: dict[str, Any]) -> str:
+    """What of a layer's bytes is left."""
+    if layer["packings"] in ([], ["plain"]):
+        return "-"
+    return f"{layer['bytes'] / layer['unpacked_bytes']:.2f}"
 
 
 def _exactness(marks: list[dict[str, Any]]) -> str:
