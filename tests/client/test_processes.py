@@ -176,6 +176,65 @@ def test_after_a_fork_with_torchs_threads_a_local_index_says_what_to_do(
         assert "spawn" in said[name]
 
 
+WHILE_RUNNING = """
+import faulthandler, multiprocessing, sys, threading
+import torch
+from torch import nn
+from dualform.client import DualformError, capture_queries
+
+threads = int(sys.argv[1])
+torch.set_num_threads(2)
+torch.randn(2_000_000).exp().sum()
+
+class Slow(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(3, 2)
+    def forward(self, x):
+        if threading.current_thread() is not threading.main_thread() and not self.training:
+            inside.set()
+            go_on.wait()
+        return self.fc(x)
+
+inside, go_on = threading.Event(), threading.Event()
+model, x = Slow().train(), torch.ones(1, 3)
+other = threading.Thread(target=capture_queries, args=(model, x))
+other.start()
+inside.wait()
+
+def child(put):
+    faulthandler.dump_traceback_later(20, exit=True)  # where it hangs, if it does
+    torch.set_num_threads(threads)
+    clean = model.training and not model.fc._forward_hooks
+    try:
+        put.send((clean, capture_queries(model, x)["fc"].tolist()))
+    except DualformError as error:
+        put.send((clean, error.reason))
+
+context = multiprocessing.get_context("fork")
+take, put = context.Pipe(duplex=False)
+process = context.Process(target=child, args=(put,))
+process.start()
+print(take.recv() if take.poll(30) else "hangs")
+process.join(20)
+go_on.set()
+other.join()
+assert model.training and not model.fc._forward_hooks
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no fork")
+@pytest.mark.parametrize(
+    ("threads", "said"), [("1", (True, [[1.0, 1.0, 1.0]])), ("2", (True, "FORKED"))]
+)
+def test_a_fork_while_another_thread_runs_a_model(threads: str, said: object) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WHILE_RUNNING, threads], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{said}\n"
+
+
 LOADER = """
 import sys
 import numpy as np

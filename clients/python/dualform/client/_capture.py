@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ import numpy.typing as npt
 
 from dualform.client._arrays import patterns_of
 from dualform.client._calls import checked_call
+from dualform.client._fork import use_torch
 from dualform.client.errors import FailedPreconditionError, InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -21,7 +23,22 @@ if TYPE_CHECKING:
     from dualform.layers import LayerKind
 
 # Training flags, hooks, torch's random state and its fast paths are shared by all threads.
-_ONE_PASS = threading.RLock()
+_one_pass = threading.RLock()
+# How to leave models as they were, by the thread that runs them.
+_undo: dict[int, list[Callable[[], None]]] = {}
+
+
+def _begin_again() -> None:
+    """In a forked child: other threads' passes end here, and their lock is nobody's."""
+    global _one_pass
+    _one_pass = threading.RLock()
+    for thread in [thread for thread in _undo if thread != threading.get_ident()]:
+        for undo in reversed(_undo.pop(thread)):
+            undo()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_again)
 
 Queries = dict[str, npt.NDArray[np.float32]]
 
@@ -81,7 +98,7 @@ def capture_queries(
             hook = _recorder(name, kind, layer, seen[name])
             called = kind.host or layer
             handle = called.register_forward_hook(hook, with_kwargs=True)
-            stack.callback(handle.remove)
+            stack.enter_context(undone(handle.remove))
         model(*inputs, **dict(kwargs or {}))
     silent = [name for name, keys in seen.items() if not keys]
     if layers is not None and silent:
@@ -171,23 +188,39 @@ def without_fast_paths() -> Iterator[None]:
     import torch
 
     before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
+    with undone(lambda: torch.backends.mha.set_fastpath_enabled(before)):
+        torch.backends.mha.set_fastpath_enabled(False)
         yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
 
 
 @contextmanager
 def undisturbed(model: torch.nn.Module) -> Iterator[None]:
     """Eval mode inside; flags, random state and buffers as before behind it. One thread at a time:
-    another's hooks would see this one's pass."""
-    with _ONE_PASS, _restored(model):
+    another's hooks would see this one's pass.
+
+    Raises:
+        FailedPreconditionError: As `use_torch`.
+    """
+    use_torch()
+    with _one_pass, undone(_restoring(model)):
+        model.eval()
         yield
 
 
 @contextmanager
-def _restored(model: torch.nn.Module) -> Iterator[None]:
+def undone(undo: Callable[[], None]) -> Iterator[None]:
+    """Calls `undo` behind it; in a child that is forked while another thread is inside, there."""
+    of_thread = _undo.setdefault(threading.get_ident(), [])
+    of_thread.append(undo)
+    try:
+        yield
+    finally:
+        of_thread.remove(undo)
+        undo()
+
+
+def _restoring(model: torch.nn.Module) -> Callable[[], None]:
+    """What makes flags, random state and buffers what they are now."""
     import torch
 
     flags = [(module, module.training) for module in model.modules()]
@@ -198,10 +231,8 @@ def _restored(model: torch.nn.Module) -> Iterator[None]:
     ]
     random_state = torch.get_rng_state()
     cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    try:
-        model.eval()
-        yield
-    finally:
+
+    def restore() -> None:
         for module, training in flags:
             module.training = training
         with torch.no_grad():
@@ -210,8 +241,10 @@ def _restored(model: torch.nn.Module) -> Iterator[None]:
                     buffer.copy_(content)
                 module._buffers[name] = buffer
         torch.set_rng_state(random_state)
-        if cuda_states:
+        if cuda_states and torch.cuda.is_initialized():  # not so in a child
             torch.cuda.set_rng_state_all(cuda_states)
+
+    return restore
 
 
 def _same(buffer: Any, content: Any) -> bool:

@@ -47,9 +47,9 @@ def use_torch() -> None:
     if torch.get_num_threads() > 1:
         raise FailedPreconditionError(
             "this process was forked from one that had loaded torch, whose threads do not survive "
-            "that: a local index would wait for them for ever. Call torch.set_num_threads(1) in "
-            "this process first (a DataLoader's workers do), start it with 'spawn' instead of "
-            "'fork', or ask a server with Client(\"HOST:PORT\")",
+            "that: what computes here would wait for them for ever. Call "
+            "torch.set_num_threads(1) in this process first (a DataLoader's workers do), start it "
+            "with 'spawn' instead of 'fork', or ask a server with Client(\"HOST:PORT\")",
             reason="FORKED",
         )
 

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dualform.client._apart import check_adds_up, factors_of, inputs_of, rounding_of
-from dualform.client._capture import undisturbed, without_fast_paths
+from dualform.client._capture import undisturbed, undone, without_fast_paths
 from dualform.client.errors import FailedPreconditionError, InvalidArgumentError
 from dualform.questions import AttributedLayer
 
@@ -257,8 +257,15 @@ class _Watch:
     def attached(self) -> Iterator[None]:
         """Inside, every product is seen; frozen weights take gradients."""
         frozen = [weight for weight in self.weights if not weight.requires_grad]
-        handles = []
-        try:
+        handles: list[Any] = []
+
+        def undo() -> None:
+            for handle in handles:
+                handle.remove()
+            for weight in frozen:
+                weight.requires_grad_(False)
+
+        with undone(undo):
             for weight in frozen:
                 weight.requires_grad_(True)
             for uses in self._uses.values():
@@ -267,11 +274,6 @@ class _Watch:
                     hook = self._hook(use)
                     handles.append(called.register_forward_hook(hook, with_kwargs=True))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            for weight in frozen:
-                weight.requires_grad_(False)
 
     def _hook(self, use: _Use) -> Callable[..., None]:
         def hook(module: Any, args: Any, kwargs: Any, output: Any) -> None:
