@@ -158,6 +158,52 @@ def check_best(found: AttributionResult, terms: np.ndarray, ids: np.ndarray, ord
     np.testing.assert_array_equal(found.counts, len(LAYERS) * np.bincount(ids)[best])
 
 
+@pytest.mark.parametrize("many_bytes", [0, 1 << 20])
+@pytest.mark.parametrize("order", ["largest", "smallest"])
+def test_a_validation_set_together(
+    trained: Trained, client: Client, order: Any, many_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What harmed it most, or helped: more inputs than the widest layer has units, and few."""
+    monkeypatch.setattr("dualform.client._gradients._MANY_BYTES", many_bytes)
+    generator = torch.Generator().manual_seed(5)
+    for n in (3, 50):
+        x, labels = torch.randn(n, 6, generator=generator), torch.arange(n) % 3
+        found = client.attribute(
+            trained.model, x, target="loss", labels=labels, together=True, k=6, order=order
+        )
+        parts = np.zeros((EXAMPLES, len(LAYERS)))
+        loss = 0.0
+        for one, label in zip(x, labels, strict=True):
+            wrong = label[None]
+
+            def target(logits: torch.Tensor, label: torch.Tensor = wrong) -> torch.Tensor:
+                return nn.functional.cross_entropy(logits, label)[None]
+
+            parts += trained.contributions(one[None], target)[0]
+            loss += float(target(trained.model(one[None])).detach())
+        whole = parts.sum(axis=1)
+        expected = np.argsort(whole if order == "smallest" else -whole, kind="stable")[:6]
+        assert found.groups.tolist() == [expected.tolist()]
+        size = np.abs(parts).sum()
+        np.testing.assert_allclose(found.scores[0], whole[expected], atol=1e-6 * size)
+        np.testing.assert_allclose(found.by_layer[0], parts[expected], atol=1e-6 * size)
+        np.testing.assert_allclose(found.targets, [loss], rtol=1e-5)
+        beside = found.initial + found.rows + found.residual
+        np.testing.assert_allclose(beside, found.outputs, atol=1e-5 * size)
+        scores = client.scores(trained.model, x, target="loss", labels=labels, together=True)
+        assert scores.values is not None
+        np.testing.assert_allclose(scores.values, whole[None], atol=1e-6 * size)
+
+
+def test_together_inputs_may_have_an_influence(trained: Trained, client: Client) -> None:
+    found = client.attribute(
+        trained.model, trained.inputs[:4], target=lambda o: o[:, 0] - o[:, 1].mean(), together=True
+    )
+    apart = client.scores(trained.model, trained.inputs[:4], target=lambda o: o[:, 0] - o[:, 1])
+    assert apart.values is not None
+    np.testing.assert_allclose(found.scores[0], np.sort(apart.values.sum(axis=0))[::-1][:10])
+
+
 @pytest.mark.parametrize("order", ["largest", "smallest", "absolute"])
 def test_the_sum_over_layers_is_ranked(trained: Trained, client: Client, order: Any) -> None:
     x = torch.randn(9, 6, generator=torch.Generator().manual_seed(1))
@@ -344,6 +390,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"k": True}, "k", "at least 1"),
     ({"k": 2.5}, "k", "at least 1"),
     ({"check_model": "no"}, "check_model", "True or False"),
+    ({"together": 1}, "together", "True or False"),
     # Taken together these cancel: a row's gradient is zero, though it is of two inputs.
     ({"target": lambda logits: logits[:, 0] - logits[:, 0].mean()}, "inputs", "influence"),
     ({"target": lambda logits: (logits - logits.roll(1, 0))[:, 0]}, "inputs", "influence"),

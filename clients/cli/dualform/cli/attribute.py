@@ -45,6 +45,7 @@ def add_attribute(kinds: Any, run: Callable[[argparse.Namespace], int]) -> argpa
         help="the number that is attributed (default margin); loss needs labels",
     )
     parser.add_argument("--token", type=int, metavar="I", help="of a sequence, whose logits")
+    parser.add_argument("--together", action="store_true", help="attribute the sum over all inputs")
     parser.add_argument(
         "--by", default="example", metavar="COLUMN", help="whose values are the groups (default "
         "example)",
@@ -124,6 +125,7 @@ def _asked(options: argparse.Namespace) -> dict[str, Any]:
         "target": options.target,
         "labels": labels,
         "token": options.token,
+        "together": options.together,
         "by": options.by,
         "layers": options.layer,
         "where": options.where,

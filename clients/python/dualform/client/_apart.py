@@ -114,6 +114,29 @@ def _codes(factors: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
     return codes
 
 
+def condensed(
+    queries: npt.NDArray[np.float32], directions: npt.NDArray[np.float32]
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    """What asks the same of one input in at most d_out + 1 places, where it has more.
+
+    Rows add sum_p (c x.x_p + c') (e.g_p) = c e M x + c' e.h, with M = sum_p g_p x_p^T and
+    h = sum_p g_p: a place (M_u / s, s) for each unit u, and (0, h - s) for what that leaves of h.
+
+    Args:
+        queries: float32 [m, d_in], x_p.
+        directions: float32 [m, d_out], g_p.
+    """
+    d_out = directions.shape[1]
+    if len(queries) <= d_out + 1:
+        return queries, directions
+    g = directions.astype(np.float64)
+    h = g.sum(axis=0)
+    s = float(np.abs(h).max()) or 1.0
+    of_units = np.append(g.T @ queries / s, np.zeros((1, queries.shape[1])), axis=0)
+    to_units = np.append(np.eye(d_out) * s, [h - s], axis=0)
+    return of_units.astype(np.float32), to_units.astype(np.float32)
+
+
 def rounding_of(gradient: torch.Tensor) -> float:
     """How far a product in its format and on its device may be off, relative to its terms."""
     import torch

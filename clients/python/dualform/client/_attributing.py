@@ -47,7 +47,8 @@ class Attributing:
     """A question about a model's outputs.
 
     Attributes:
-        model, inputs, target, labels, token, layers, check_model: As for `Client.attribute`.
+        model, inputs, target, labels, token, together, layers, check_model: As for
+            `Client.attribute`.
         asked: What is asked of the index, but for the layers and inputs.
         where: What the user gave as filter.
     """
@@ -57,6 +58,7 @@ class Attributing:
     target: Target
     labels: object
     token: object
+    together: bool
     layers: str | Sequence[str] | None
     check_model: bool
     asked: Mapping[str, Any]
@@ -99,10 +101,12 @@ class Attributing:
             # Layers are called as in the model that these wrap.
             found = yield from replace(self, model=self.model.module)._run(asking, deadline)
             return found
-        if not isinstance(self.check_model, bool):
-            raise InvalidArgumentError(
-                f"check_model is {self.check_model!r}; True or False is needed", field="check_model"
-            )
+        for name in ("check_model", "together"):
+            given = getattr(self, name)
+            if not isinstance(given, bool):
+                raise InvalidArgumentError(
+                    f"{name} is {given!r}; True or False is needed", field=name
+                )
         check_model(self.model)
         index = self.asked["index"]
         info: IndexInfo = yield from asking.index(IndexQuestion(index=index), deadline.remaining())
@@ -112,7 +116,7 @@ class Attributing:
         if self.check_model:
             yield from self._check_same(asking, deadline, kinds)
         number = partial(target_of, target=self.target, labels=self.labels, token=self.token)
-        return gradients_of(self.model, self.inputs, number, kinds)
+        return gradients_of(self.model, self.inputs, number, kinds, together=self.together)
 
     def _check_same(
         self, asking: Asking, deadline: Deadline, kinds: Mapping[str, LayerKind]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from dualform.client._apart import check_adds_up, factors_of, inputs_of, rounding_of
+from dualform.client._apart import check_adds_up, condensed, factors_of, inputs_of, rounding_of
 from dualform.client._capture import undisturbed, undone, without_fast_paths
 from dualform.client.errors import FailedPreconditionError, InvalidArgumentError
 from dualform.questions import AttributedLayer
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
     Number = Callable[[Any], torch.Tensor]
     """Of what the model gives: one number for each input, [n]."""
+
+_MANY_BYTES = 16 << 20
+"""What one input asks of a layer is sent as it is up to this."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,12 @@ class Gradients:
 
 
 def gradients_of(
-    model: torch.nn.Module, inputs: Any, number: Number, kinds: Mapping[str, LayerKind]
+    model: torch.nn.Module,
+    inputs: Any,
+    number: Number,
+    kinds: Mapping[str, LayerKind],
+    *,
+    together: bool = False,
 ) -> Gradients:
     """Run a model once, and back.
 
@@ -59,6 +67,7 @@ def gradients_of(
         inputs: What its forward takes: one argument, a tuple of several, a mapping of named ones.
         number: What is attributed.
         kinds: The layers to look at, by name.
+        together: Attribute the numbers' sum, as of one input.
 
     Raises:
         InvalidArgumentError: A gradient is not finite, or inputs have an influence on one another.
@@ -75,6 +84,8 @@ def gradients_of(
         stack.enter_context(torch.enable_grad())
         outputs = _called(model, inputs)
         found = number(outputs)
+        if together:
+            found = found.sum()[None]
         watch.check_ran()
         n = len(found)
         others = [p for p in model.parameters() if id(p) not in watch.covered and p.requires_grad]
@@ -384,6 +395,9 @@ class _Watch:
             return AttributedLayer(name, *zeros, np.zeros(1, np.int64))
         inputs, queries, directions = (np.concatenate(parts) for parts in zip(*blocks, strict=True))
         order = np.argsort(inputs, kind="stable")
+        if n == 1 and queries.nbytes + directions.nbytes > _MANY_BYTES:
+            queries, directions = condensed(queries, directions)
+            return AttributedLayer(name, queries, directions, np.zeros(len(queries), np.int64))
         single = np.array_equal(inputs[order], np.arange(n))
         return AttributedLayer(
             name, queries[order], directions[order], None if single else inputs[order]

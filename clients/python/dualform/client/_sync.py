@@ -312,6 +312,7 @@ class Client(Driver):
         target: Target = "margin",
         labels: object = None,
         token: object = None,
+        together: bool = False,
         by: str = "example",
         k: int = 10,
         layers: str | Sequence[str] | None = None,
@@ -343,6 +344,8 @@ class Client(Driver):
             token: Of logits [n, tokens, classes], the place that is meant: one, or one for each
                 input; -1 is the last. "loss" without it adds up all tokens, those labelled -100
                 left out.
+            together: Attribute the sum of all inputs' targets, which is then the only input of the
+                answer: with "loss" of a validation set what harmed it, or helped ("smallest").
             by: The metadata column whose values are the groups.
             k: Groups per input.
             layers: Names or glob patterns of the index's layers; None takes all that the model has.
@@ -379,7 +382,7 @@ class Client(Driver):
             "index": index,
         }
         question = Attributing(
-            model, inputs, target, labels, token, layers, check_model, asked, where
+            model, inputs, target, labels, token, together, layers, check_model, asked, where
         )
         return self._run(question.attribute(self._asking, timeout))
 
@@ -391,6 +394,7 @@ class Client(Driver):
         target: Target = "margin",
         labels: object = None,
         token: object = None,
+        together: bool = False,
         by: str = "example",
         layers: str | Sequence[str] | None = None,
         where: str | Filter | None = None,
@@ -410,6 +414,7 @@ class Client(Driver):
             target: As for `attribute`.
             labels: As for `attribute`.
             token: As for `attribute`.
+            together: As for `attribute`: one line for all inputs.
             by: As for `attribute`.
             layers: As for `attribute`.
             where: As for `attribute`.
@@ -436,7 +441,7 @@ class Client(Driver):
             "index": index,
         }
         question = Attributing(
-            model, inputs, target, labels, token, layers, check_model, asked, where
+            model, inputs, target, labels, token, together, layers, check_model, asked, where
         )
         return self._run(question.scores(self._asking, timeout, path_of(out)))
 
