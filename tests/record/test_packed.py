@@ -22,6 +22,7 @@ from dualform.store import DamagedError
 from dualform.store.files import write_sealed
 from dualform.store.packing import PLAIN, PLANES, ZSTD
 from dualform.store.recording import Recording
+from dualform.store.recording_again import AGAIN
 from dualform.store.recording_format import read_sealed
 
 STEPS, ROWS, WIDTH, INNER = 6, 128, 100, 96
@@ -183,6 +184,51 @@ def test_resumed(tmp_path: Path, plain: Path, before: bool, after: bool) -> None
     build_index(path, tmp_path / "index")
     build_index(plain, tmp_path / "plain-index")
     same_indexes(tmp_path / "index", tmp_path / "plain-index")
+
+
+EXAMPLES, EPOCHS = 300, 4
+
+
+def epochs(path: Path, pack: bool, steps: range, resume_at_step: int | None = None) -> None:
+    """Every example once an epoch, shuffled; the checkpoint of step 7 beside the recording."""
+    rng = np.random.default_rng(0)
+    order = np.concatenate([rng.permutation(EXAMPLES) for _ in range(EPOCHS)]).reshape(-1, 60)
+    examples = torch.randn(EXAMPLES, WIDTH, generator=torch.Generator().manual_seed(0))
+    model, optimizer = network()
+    saved = path.with_suffix(".pt")
+    if resume_at_step is not None:
+        for part, state in zip((model, optimizer), torch.load(saved), strict=True):
+            part.load_state_dict(state)
+    sink = DiskSink(path, segment_bytes=200_000)
+    with Recorder(model, optimizer, sink, pack=pack, resume_at_step=resume_at_step) as recorder:
+        for at in steps:
+            if at == 7:
+                torch.save([model.state_dict(), optimizer.state_dict()], saved)
+            recorder.annotate(example=order[at], label=order[at] % 3)
+            optimizer.zero_grad()
+            model(examples[torch.from_numpy(order[at])]).square().mean().backward()
+            optimizer.step()
+
+
+def test_keys_that_come_again_every_epoch_are_stored_once(tmp_path: Path) -> None:
+    """Those of the first layer: the others' depend on trained weights, and are not looked for."""
+    steps = range(EPOCHS * EXAMPLES // 60)
+    for pack in (False, True):
+        epochs(tmp_path / str(pack), pack, steps)
+        build_index(tmp_path / str(pack), tmp_path / f"{pack}-index", parts=("label",))
+    found = packings(tmp_path / "True")
+    assert found["0", "keys"] == {AGAIN, PLANES}
+    assert AGAIN not in found["2", "keys"] | found["4", "keys"]
+    with Recording.open(tmp_path / "True") as recording:
+        assert len(recording.segments) > 2
+        stored = sum(item.keys.stored for item in recording.passes("0"))
+        numbers = EXAMPLES * WIDTH * 4
+        assert stored < 0.9 * numbers + 16 * EXAMPLES * EPOCHS
+    same_indexes(tmp_path / "False-index", tmp_path / "True-index")
+    # Cut in the second epoch, and on from there: what was kept is referred to by none that is not.
+    epochs(tmp_path / "True", True, range(7, steps.stop), resume_at_step=7)
+    build_index(tmp_path / "True", tmp_path / "resumed", parts=("label",))
+    same_indexes(tmp_path / "False-index", tmp_path / "resumed")
 
 
 TRAINER = """

@@ -83,9 +83,11 @@ class Buffer:
             after the buffer is gone.
         memory: The same bytes, padded with zeros to whole pages.
         xxh3: Digest of the array, once `seal` took it.
+        given: Of keys: no trained weight had a part in them, so examples that come again may have
+            the same.
     """
 
-    __slots__ = ("_block", "_pool", "dtype", "memory", "stored", "xxh3")
+    __slots__ = ("_block", "_pool", "dtype", "given", "memory", "stored", "xxh3")
 
     def __init__(self, pool: Pool, block: _Block) -> None:
         self._pool = pool
@@ -94,6 +96,7 @@ class Buffer:
         self.stored = block.stored
         self.memory = block.memory
         self.xxh3 = ""
+        self.given = False
 
     def __del__(self) -> None:
         self._pool._give_back(self._block)

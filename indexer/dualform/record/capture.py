@@ -263,6 +263,7 @@ class LayerCapture:
             width, dtype = watched.kind.shape(watched.module)[0], PLACES
         key = tape.pool.take(math.prod(shape), width, dtype)
         key.copy(use.keys)
+        key.given = not use.keys.requires_grad
         made = LookedUp if watched.flipped else Pass
         item = made(next(tape.numbers), annotations.current, leading, key, said)
         if use.among is not None:

@@ -92,7 +92,7 @@ def packed(numbers: np.ndarray, way: Way) -> bytes | None:
     return b"".join(parts) if sum(map(_size, parts)) < numbers.nbytes else None
 
 
-def unpack(data: bytes | bytearray, packing: str, out: np.ndarray) -> None:
+def unpack(data: bytes | bytearray | memoryview, packing: str, out: np.ndarray) -> None:
     """The numbers that were packed.
 
     Args:
@@ -107,7 +107,7 @@ def unpack(data: bytes | bytearray, packing: str, out: np.ndarray) -> None:
     if bits.nbytes > MOST_BYTES:
         raise ValueError(f"{bits.nbytes:,} bytes; packed ones are at most {MOST_BYTES:,}")
     if packing == ZSTD:
-        bits[...] = np.frombuffer(_expanded(data, bits.nbytes), bits.dtype)
+        bits[...] = np.frombuffer(expanded(data, bits.nbytes), bits.dtype)
     elif packing == PLANES:
         _from_planes(data, bits)
     else:
@@ -116,7 +116,7 @@ def unpack(data: bytes | bytearray, packing: str, out: np.ndarray) -> None:
 
 def _pack(bits: np.ndarray, way: Way) -> Sequence[Any]:
     if way.packing == ZSTD:
-        return [_compressed(bits)]
+        return [compressed(bits)]
     kept, bitmap = bits, np.empty(0, np.uint8)
     if way.common is not None:
         differs = bits != way.common
@@ -132,7 +132,7 @@ def _pack(bits: np.ndarray, way: Way) -> Sequence[Any]:
     return [header, *parts]
 
 
-def _from_planes(data: bytes | bytearray, bits: np.ndarray) -> None:
+def _from_planes(data: bytes | bytearray | memoryview, bits: np.ndarray) -> None:
     """Fill `bits` from a header, the bitmap of numbers that differ, and their planes."""
     width, n = bits.itemsize, len(bits)
     if len(data) < 8 * (3 + width):
@@ -149,7 +149,7 @@ def _from_planes(data: bytes | bytearray, bits: np.ndarray) -> None:
     for size, most in zip(sizes, whole, strict=True):
         part = memoryview(data)[place : place + size]
         place += size
-        found = part if size == most else _expanded(part, most)
+        found = part if size == most else expanded(part, most)
         parts.append(np.frombuffer(found, np.uint8))
     bitmap, *planes = parts
     numbers = _joined(planes, bits.dtype)
@@ -203,7 +203,7 @@ def _bits(numbers: np.ndarray) -> np.ndarray:
 
 def _shorter(part: np.ndarray) -> Any:
     """A frame of these bytes, or they themselves where it is no shorter."""
-    frame = _compressed(part)
+    frame = compressed(part)
     return frame if len(frame) < len(part) else part
 
 
@@ -211,13 +211,18 @@ def _size(part: Any) -> int:
     return part.nbytes if isinstance(part, np.ndarray) else len(part)
 
 
-def _compressed(part: np.ndarray) -> bytes:
+def compressed(part: np.ndarray) -> bytes:
+    """A Zstandard frame of an array's bytes."""
     found: bytes = _codec().compress(part, asbytes=True)
     return found
 
 
-def _expanded(data: Any, size: int) -> Any:
-    """What a frame holds, which must be so many bytes; no more than these are taken."""
+def expanded(data: Any, size: int) -> Any:
+    """What a frame holds, which must be so many bytes; no more than these are taken.
+
+    Raises:
+        ValueError: It is no frame, or of more or fewer.
+    """
     if not size:
         raise ValueError("a frame of nothing")
     try:

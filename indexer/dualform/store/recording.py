@@ -99,7 +99,7 @@ class Recording:
                 for start, _ in zip(starts, segment.block_rows, strict=False)
             )
         self.schema = row_schema(columns)
-        self._records = RecordReader(self._directory)
+        self._records = RecordReader(self._directory, segments)
         self._open_rows: tuple[int, pa.Table] | None = None
 
     @classmethod
@@ -343,7 +343,7 @@ class Recording:
     def _stored(self, record: PassRecord, span: Span) -> np.ndarray:
         stored = encoding(span.encoding).stored
         rows = np.empty(span.nbytes // stored.itemsize, stored)
-        self._records.read(record.segment, span, _bytes(rows))
+        self._records.read(record.segment, span, record.rows, _bytes(rows))
         return rows.reshape(record.rows, -1) if record.rows else rows.reshape(0, 1)
 
     def _widen(self, record: PassRecord, span: Span, out: memoryview | np.ndarray) -> None:
@@ -356,7 +356,7 @@ class Recording:
                 f"{FLOAT32.row_bytes(numbers):,} bytes as float32; `out` has {len(view):,} bytes"
             )
         if span.encoding == FLOAT32.name:
-            self._records.read(record.segment, span, view)
+            self._records.read(record.segment, span, record.rows, view)
             return
         try:
             view[:] = _bytes(kind.widen(self._stored(record, span), d))

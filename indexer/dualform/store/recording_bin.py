@@ -27,12 +27,14 @@ class Record(NamedTuple):
         xxh3: Their digest, where it is known already.
         encoding: Name of the encoding of the numbers (`dualform.store.encoding`): "float32", or
             "bfloat16" or "float16" where training had such numbers. Every pass may have its own.
+        rows: How many rows there are, where they may be those of earlier records; 0 where not.
     """
 
     memory: memoryview
     nbytes: int
     xxh3: str | None = None
     encoding: str = FLOAT32.name
+    rows: int = 0
 
 
 Written = dict[tuple[int, str, str], tuple[memoryview, Span]]
@@ -45,9 +47,10 @@ class BinFile:
     Args:
         path: Made with the first bytes that are written, or by `finish`.
         packer: What packs records; None where they stay as they are. Its segment begins.
+        segment: Its number.
     """
 
-    def __init__(self, path: Path, packer: Packer | None = None) -> None:
+    def __init__(self, path: Path, packer: Packer | None = None, segment: int = 0) -> None:
         self._path = path
         self._packer = packer
         self._fd: int | None = None
@@ -55,7 +58,7 @@ class BinFile:
         self._placed = 0  # bytes of these and of what is on disk
         self._written = 0
         if packer is not None:
-            packer.begin_segment()
+            packer.begin_segment(segment)
 
     @property
     def size(self) -> int:
@@ -68,7 +71,7 @@ class BinFile:
         xxh3 = record.xxh3 or digest(memory)
         if self._packer is not None and record.nbytes:
             place = self.size
-            found = self._packer.put(column, memory, record.encoding)
+            found = self._packer.put(column, memory, record.encoding, record.rows, place)
             if found is not None:
                 return Span(place, record.nbytes, xxh3, record.encoding, *found)
         self._gather()

@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 
 from dualform.store.encoding import encoding
-from dualform.store.packing import AS_IT_IS, Way, measured, packed
+from dualform.store.files import digest
+from dualform.store.packing import MOST_BYTES, PLAIN, Way, measured, packed
+from dualform.store.recording_again import AGAIN, Again, EarlierRows
 from dualform.store.segment_table import padded
 
 _FEW_BYTES = 16 << 10
@@ -35,38 +37,43 @@ class Packer:
 
     def __init__(self) -> None:
         self._ways: dict[tuple[Column, str], Way] = {}
+        self._earlier = EarlierRows()
+        self._segment = 0
         self._parts: list[Any] = []
         self.waiting = 0
 
-    def begin_segment(self) -> None:
+    def begin_segment(self, number: int) -> None:
         """Measure all columns anew."""
+        self._segment = number
         self._ways.clear()
+        self._earlier.begin_segment()
 
-    def put(self, column: Column, memory: memoryview, name: str) -> tuple[str, int] | None:
+    def put(
+        self, column: Column, memory: memoryview, name: str, rows: int, place: int
+    ) -> tuple[str, int] | None:
         """Take a record over, or leave it to be written as it is from its own memory.
 
         Args:
             column: Which it is of.
             memory: Its numbers.
             name: Of their encoding.
+            rows: How many there are, where they may come again; 0 where not.
+            place: Where the record lies, if it is taken.
 
         Returns:
-            Its packing, and the bytes that it takes from `waiting` on; None where it was left.
+            Its packing, and the bytes that it takes; None where it was left.
         """
-        way, data = AS_IT_IS, None
-        if len(memory) >= _FEW_BYTES:
-            numbers = np.frombuffer(memory, encoding(name).stored)
-            if (column, name) not in self._ways:
-                self._ways[column, name] = measured(numbers)
-            way = self._ways[column, name]
-            data = packed(numbers, way)
-        if data is None:
-            if len(memory) >= _SIDE_BY_SIDE:
+        numbers = np.frombuffer(memory, encoding(name).stored)
+        remembered = rows > 0 and self._looks_at(column, numbers, name, rows)
+        found = self._put_again(column, numbers, name, rows, place) if remembered else None
+        if found is None:
+            packing, data = self._packed(column, numbers, name)
+            if packing == PLAIN and len(memory) >= _SIDE_BY_SIDE and not remembered:
                 return None
-            way, data = AS_IT_IS, bytes(memory)
-        self._parts.append(data)
-        self.waiting += len(data)
-        return way.packing, len(data)
+            found = packing, bytes(data)
+        self._parts.append(found[1])
+        self.waiting += len(found[1])
+        return found[0], len(found[1])
 
     def take(self) -> memoryview:
         """What was gathered, page-aligned and padded with zeros to whole pages."""
@@ -77,3 +84,34 @@ class Packer:
             place += len(part)
         self._parts, self.waiting = [], 0
         return found
+
+    def _packed(
+        self, column: Column, numbers: np.ndarray, name: str
+    ) -> tuple[str, bytes | memoryview]:
+        """Numbers, packed as is best for their column, or as they are."""
+        plain = numbers.view(np.uint8).data
+        if numbers.nbytes < _FEW_BYTES:
+            return PLAIN, plain
+        if (column, name) not in self._ways:
+            self._ways[column, name] = measured(numbers)
+        way = self._ways[column, name]
+        data = packed(numbers, way)
+        return (PLAIN, plain) if data is None else (way.packing, data)
+
+    def _looks_at(self, column: Column, numbers: np.ndarray, name: str, rows: int) -> bool:
+        size = numbers.nbytes // rows
+        return numbers.nbytes <= MOST_BYTES and self._earlier.looks_at(column[0], name, size)
+
+    def _put_again(
+        self, column: Column, numbers: np.ndarray, name: str, rows: int, place: int
+    ) -> tuple[str, bytes] | None:
+        """The record as addresses and new rows; None where hardly any row was there before."""
+        table = numbers.view(np.uint8).reshape(rows, -1)
+        found = self._earlier.find(column[0], name, table, (self._segment, place))
+        if found is None:
+            return None
+        addresses, new = found
+        fresh = table[new].reshape(-1).view(numbers.dtype)
+        packing, data = self._packed(column, fresh, name) if len(new) else (PLAIN, b"")
+        again = Again(addresses, len(new), packing, digest(fresh), memoryview(data))
+        return AGAIN, again.to_bytes()

@@ -288,7 +288,7 @@ class RecordingWriter:
         self._open = self._new_segment()
 
     def _new_segment(self) -> _OpenSegment:
-        return _OpenSegment(self.steps, BinFile(self._part("bin"), self._packer))
+        return _OpenSegment(self.steps, BinFile(self._part("bin"), self._packer, self._segments))
 
     def _part(self, suffix: str) -> Path:
         return self._directory / segment_name(self._segments, suffix)

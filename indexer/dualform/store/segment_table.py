@@ -13,6 +13,7 @@ from dualform.store.fields import Fields, entry, integer, wrong
 from dualform.store.files import FileEntry, check_seal, read_json, write_sealed
 from dualform.store.ledger import InexactMark
 from dualform.store.packing import MOST_BYTES, PACKINGS, PLAIN
+from dualform.store.recording_again import AGAIN
 from dualform.store.recording_format import INITIAL, RERECORD, LayerSpec
 from dualform.store.row_metadata import ROW_COLUMNS, TYPES
 from dualform.store.sampling import DroppedRows, dropped_columns, read_dropped
@@ -296,8 +297,9 @@ def _span(data: Fields, what: str, rows: int, d: int, most: int, packed: bool) -
     packing, stored, alignment = PLAIN, nbytes, ALIGNMENT
     if packed:
         packing, alignment = data.text(f"{what}_packing"), 1
-        if packing not in PACKINGS:
-            raise wrong(data.called(f"{what}_packing"), packing, f"one of {', '.join(PACKINGS)}")
+        known = (*PACKINGS, AGAIN) if what == "keys" and rows else PACKINGS
+        if packing not in known:
+            raise wrong(data.called(f"{what}_packing"), packing, f"one of {', '.join(known)}")
         stored = data.integer(f"{what}_bytes", 0, nbytes)
         if packing == PLAIN and stored != nbytes:
             raise wrong(data.called(f"{what}_bytes"), stored, f"{nbytes:,}, as it is not packed")
