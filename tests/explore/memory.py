@@ -35,12 +35,14 @@ class Digits:
         images: float32 [480, 64], the keys of layer "0", by example.
         labels: int64 [480].
         model: As trained: layers "0" and "2".
+        losses: Of each step, annotated as `loss`.
     """
 
     path: Path
     images: torch.Tensor
     labels: torch.Tensor
     model: nn.Sequential
+    losses: list[float]
 
     def weights(self, query: np.ndarray) -> np.ndarray:
         """float64 [480]: what each example's rows in layer "0" weigh together."""
@@ -68,18 +70,21 @@ def make_digits(folder: Path) -> Digits:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    losses = []
     with Recorder(model, optimizer, folder / "recording") as recorder:
         for ids in map(torch.from_numpy, batches()):
             recorder.annotate(label=labels[ids], example=ids)
             loss = nn.functional.cross_entropy(model(images[ids]), labels[ids])
             optimizer.zero_grad()
             loss.backward()
+            recorder.annotate_step(loss=loss)
+            losses.append(loss.item())
             optimizer.step()
         kept = [each for each in range(EXAMPLES) if each % 5]
         pictures = (data.images[:EXAMPLES] * 255 / 16).astype(np.uint8)
         recorder.add_examples(kept, [png(pictures[each]) for each in kept])
     build_index(folder / "recording", folder / "digits")
-    return Digits(folder / "digits", images, labels, model)
+    return Digits(folder / "digits", images, labels, model, losses)
 
 
 def make_texts(folder: Path) -> Path:
@@ -123,22 +128,33 @@ def trained():
     model.load_state_dict(torch.load("STATE", weights_only=True))
     return model, prepare
 
+def own():
+    inputs = torch.load("INPUTS", weights_only=True)
+    return trained()[0], inputs, list(range(len(inputs)))
+
 def prepare(payload):
     pixels = np.asarray(Image.open(io.BytesIO(payload)), np.float32)
     return torch.from_numpy(pixels / 255).reshape(1, 64)
 """
 
 
-def write_model(digits: Digits, folder: Path) -> str:
-    """The trained model as its user has it: FILE.py:FUNCTION."""
+def write_model(digits: Digits, folder: Path, function: str = "trained") -> str:
+    """The trained model as its user has it: FILE.py:FUNCTION; "own" brings 20 inputs."""
     torch.save(digits.model.state_dict(), folder / "state.pt")
-    (folder / "reader.py").write_text(MODEL.replace("STATE", str(folder / "state.pt")))
-    return f"{folder / 'reader.py'}:trained"
+    torch.save(digits.images[:20].clone(), folder / "inputs.pt")
+    text = MODEL.replace("STATE", str(folder / "state.pt"))
+    (folder / "reader.py").write_text(text.replace("INPUTS", str(folder / "inputs.pt")))
+    return f"{folder / 'reader.py'}:{function}"
 
 
 def a_picture(digits: Digits, example: int) -> bytes:
     """An example as a PNG file."""
     return png((digits.images[example].reshape(8, 8).numpy() * 255).astype(np.uint8))
+
+
+def kept(digits: Digits, example: int) -> torch.Tensor:
+    """What `prepare` makes of the picture that was kept of an example: float32 [1, 64]."""
+    return (digits.images[example : example + 1] * 255).floor() / 255
 
 
 def png(pixels: np.ndarray) -> bytes:

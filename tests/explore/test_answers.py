@@ -19,6 +19,7 @@ from dualform.explore.browsing import PER_PAGE, offered
 from dualform.explore.keys import key_of
 from dualform.explore.payloads import Nothing, Picture, Text
 from dualform.explore.queries import Uploads, query_of
+from dualform.explore.scene import Scene
 from dualform.index import build_index
 from dualform.record import Recorder
 
@@ -202,7 +203,7 @@ def test_a_great_many_classes_and_a_very_long_text(tmp_path: Path) -> None:
     assert found.by_weight[0].example == best
     assert found.by_weight[0].payload == Text(text)
     assert isinstance(found.by_weight[1].payload, Nothing)
-    assert len(sections.whole(found, view, "1")) < 100_000
+    assert len(sections.whole(found, Scene(view, "1"))) < 100_000
     asyncio.run(client.close())
 
 

@@ -14,12 +14,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
+import torch
 
-from .memory import TEXTS, Digits, a_picture, write_model
+from .memory import TEXTS, Digits, a_picture, kept, write_model
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 if CHROMIUM is None:
@@ -33,6 +35,36 @@ from playwright.sync_api import Page, expect, sync_playwright  # noqa: E402
 # What a screen reader calls a control.
 NAME = """e => e.getAttribute("aria-label") || e.innerText || e.labels?.[0]?.innerText
   || e.closest("label")?.innerText"""
+# Text whose contrast with what is behind it is below WCAG's 4.5, with the contrast.
+CONTRAST = """() => {
+  const numbers = colour => colour.match(/[\\d.]+/g).map(Number);
+  const light = colour => {
+    const [r, g, b] = colour.map(v => v / 255)
+      .map(v => v <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4);
+    return .2126 * r + .7152 * g + .0722 * b;
+  };
+  const behind = element => {
+    const layers = [];
+    for (let at = element; at; at = at.parentElement) {
+      const [r, g, b, a = 1] = numbers(getComputedStyle(at).backgroundColor);
+      layers.push([r, g, b, a]);
+      if (a === 1) break;
+    }
+    return layers.reverse().reduce((under, [r, g, b, a]) =>
+      [r, g, b].map((v, i) => v * a + under[i] * (1 - a)), [255, 255, 255]);
+  };
+  const found = [];
+  for (const element of document.querySelectorAll(".explorer *")) {
+    const text = [...element.childNodes].some(n => n.nodeType === 3 && n.textContent.trim());
+    if (!text || !element.checkVisibility() || element.closest(".q-icon, i")) continue;
+    const paper = behind(element), [r, g, b, a = 1] = numbers(getComputedStyle(element).color);
+    const ink = [r, g, b].map((v, i) => v * a + paper[i] * (1 - a));
+    const [high, low] = [light(ink), light(paper)].sort((x, y) => y - x);
+    const contrast = (high + .05) / (low + .05);
+    if (contrast < 4.5) found.push([element.innerText.slice(0, 40), contrast]);
+  }
+  return found;
+}"""
 DUALFORM = Path(sys.executable).with_name("dualform")
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
 
@@ -46,6 +78,10 @@ def address(digits: Digits, texts: Path, tmp_path_factory: pytest.TempPathFactor
     model = write_model(digits, tmp_path_factory.mktemp("model"))
     command = [DUALFORM, "explore", digits.path, f"read={texts}", broken, "--port", "0"]
     command += ["--model", model]
+    for count in (10, 27):
+        names = tmp_path_factory.mktemp("names") / "names.txt"
+        names.write_text("".join(f"name {number}\n" for number in range(count)))
+        command += ["--names", names]
     yield from exploring(command, tmp_path_factory.mktemp("log") / "explore.log")
 
 
@@ -202,7 +238,7 @@ def test_the_slider_shows_any_time_of_training(page: Page, address: str) -> None
     slider.focus()
     with shown(page):
         slider.press("Home")
-    expect(page.get_by_text("after 0 steps")).to_be_visible()
+    expect(page.locator(".control-label")).to_have_text("after 0 steps")
     expect(page).to_have_url(re.compile("step=0"))
     assert values(page, ".output", 1) != trained
     expect(page.get_by_text("No rows pass the filters.").first).to_be_visible()
@@ -221,7 +257,7 @@ def test_the_reverse_is_asked_and_the_link_leads_back(page: Page, address: str) 
         other.get_by_text("ask about it").click()
     expect(page.get_by_role("heading", name=name.capitalize(), exact=True)).to_be_visible()
     assert "seen=" in page.url
-    said = page.locator(".results").inner_text()
+    said = page.locator(".results").all_inner_texts()
     page.get_by_role("button", name="Copy link").click()
     expect(page.get_by_text("Copied.")).to_be_visible()
     link = page.evaluate("navigator.clipboard.readText()")
@@ -229,7 +265,7 @@ def test_the_reverse_is_asked_and_the_link_leads_back(page: Page, address: str) 
     expect(page.get_by_role("heading", name="Example 7", exact=True)).to_be_visible()
     expect(page).to_have_url(here)
     opened(page, address, link.partition("?")[2])
-    assert page.locator(".results").inner_text() == said
+    assert page.locator(".results").all_inner_texts() == said
 
 
 def test_a_text_shows_which_tokens_it_was(page: Page, address: str) -> None:
@@ -276,7 +312,8 @@ def test_a_query_is_uploaded_and_the_lines_are_copied(
         page.locator("input[type=file]").set_input_files(tmp_path / "seven.png")
     expect(page.get_by_text("seven.png, as layer 0 of the model sees it")).to_be_visible()
     picture = page.get_by_role("img", name="the query")
-    assert picture.evaluate("each => each.naturalWidth") == 8
+    picture.scroll_into_view_if_needed()  # it is loaded once it is looked at
+    expect(picture).to_have_js_property("naturalWidth", 8)
     expect(page.get_by_role("heading", name="Prediction")).to_be_visible()
     (tmp_path / "broken.npy").write_bytes(b"nothing")
     page.locator("input[type=file]").set_input_files(tmp_path / "broken.npy")
@@ -293,6 +330,68 @@ def test_trouble_is_said(page: Page, address: str) -> None:
     ):
         page.goto(f"{address}/?{view}")
         expect(page.locator(".trouble")).to_contain_text(words)
+
+
+def test_the_whole_network_is_asked(page: Page, address: str, digits: Digits) -> None:
+    opened(page, address, "index=digits&example=7&k=3")
+    with torch.no_grad():
+        logits = digits.model(kept(digits, 7))[0]
+    winner = int(logits.argmax())
+    title = page.get_by_role("heading", name="whole network")
+    network = page.locator(".results section", has=title)
+    expect(network.locator(".winner")).to_have_text(f"unit {winner} name {winner} is largest")
+    assert values(page, ".output >> nth=1", 1)[0] == f"{float(logits.max()):,.4g}"
+    cards = page.locator(".cards.layers li")
+    expect(cards).to_have_count(3)
+    expect(cards.first).to_contain_text("layer 0")
+    best = cards.first.locator("b").first.inner_text()
+    with shown(page):
+        cards.first.get_by_role("link", name="the output without example").click()
+    expect(network.get_by_role("columnheader", name="filtered")).to_be_visible()
+    assert best not in page.locator(".cards.layers").inner_text()
+    opened(page, address, "index=digits&example=10")  # no picture of it was kept
+    expect(page.get_by_text("What the model takes is not known of this")).to_be_visible()
+    opened(page, address, "index=read&example=%22text+05%22")
+    expect(page.get_by_text("the model does not take it")).to_be_visible()
+
+
+def test_training_is_drawn_and_units_have_names(page: Page, address: str, digits: Digits) -> None:
+    opened(page, address, "index=digits&example=7&step=20")
+    drawn = page.get_by_role("img", name="loss from")
+    last = f"{digits.losses[-1]:,.4g} in step 59"
+    expect(drawn).to_have_accessible_name(re.compile(re.escape(last)))
+    expect(page.locator(".curve")).to_contain_text(f"{digits.losses[19]:,.4g} in step 19")
+    expect(page.locator(".groups tbody th").first).to_have_text("0 name 0")
+    expect(page).to_have_title("Example 7 · digits · dualform explorer")
+    opened(page, address, "index=read&example=%22text+05%22")
+    expect(page.locator(".curve")).to_have_count(0)
+    expect(page.locator(".winner").first).to_contain_text(re.compile(r"unit (\d+) name \1 is"))
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_can_be_read_on_a_telephone(page: Page, address: str, scheme: Any) -> None:
+    """Nothing is wider than the screen, and all text stands out from what is behind it."""
+    size = page.viewport_size
+    assert size is not None
+    page.emulate_media(color_scheme=scheme)
+    try:
+        for view in (
+            "index=digits&example=7&filters=label+!%3D+3",
+            "index=read&example=%22text+05%22",
+        ):
+            for width in (400, 1280):
+                page.set_viewport_size({"width": width, "height": 800})
+                opened(page, address, view)
+                assert page.evaluate("document.documentElement.scrollWidth") <= width
+                faint = page.evaluate(CONTRAST)
+                assert not faint
+        page.keyboard.press("Tab")
+        expect(page.get_by_role("link", name="to the answer")).to_be_focused()
+        page.keyboard.press("Enter")
+        page.wait_for_function("document.activeElement.id === 'answer'")
+    finally:
+        page.emulate_media(color_scheme="light")
+        page.set_viewport_size(size)
 
 
 def test_a_page_of_somebody_else_may_not_ask(address: str) -> None:

@@ -8,14 +8,16 @@ from html.parser import HTMLParser
 import numpy as np
 
 from dualform.client import IndexInfo, InexactMark, LayerInfo
-from dualform.explore import View, sections
+from dualform.explore import View, sections, tables
 from dualform.explore.answers import Answer, Behind, Group, Groups, Output, Parts, Query, Refused
 from dualform.explore.browsing import Offered
 from dualform.explore.payloads import Nothing, Picture, Row, Text
+from dualform.explore.scene import Scene
 from dualform.explore.tokens import marked
 
 EVIL = "<script>alert('x')</script>\"&"
 VIEW = View(index="mine", layer="4", example=3)
+SCENE = Scene(VIEW, EVIL, [EVIL] * 4, EVIL)
 
 
 class Tags(HTMLParser):
@@ -79,10 +81,10 @@ def test_nothing_of_an_index_becomes_markup() -> None:
     info = IndexInfo(EVIL, "serving", "", 10, EVIL, {EVIL: found.layer})
     some = [Offered(EVIL, EVIL, Text(EVIL)), Offered(3, None, Picture("image/png", False))]
     for html in (
-        sections.whole(found, VIEW, EVIL),
+        sections.whole(found, SCENE),
         sections.facts(info, found.layer),
-        sections.picker(some, VIEW, EVIL),
-        sections.picker([], View(after=EVIL), EVIL),
+        sections.picker(some, SCENE),
+        sections.picker([], Scene(View(after=EVIL), EVIL)),
     ):
         tags = Tags(html)
         assert "script" not in tags.tags
@@ -91,7 +93,7 @@ def test_nothing_of_an_index_becomes_markup() -> None:
 
 
 def test_every_table_and_link_can_be_heard() -> None:
-    html = sections.whole(an_answer(), VIEW, "1")
+    html = sections.whole(an_answer(), SCENE)
     tags = Tags(html)
     assert tags.tags.count("table") == tags.tags.count("caption") == 4
     assert html.count('scope="col"') > 4
@@ -102,8 +104,8 @@ def test_every_table_and_link_can_be_heard() -> None:
 
 def test_a_great_many_classes_are_a_page_all_the_same() -> None:
     groups = Groups("label", tuple(Group(i, 1.0, 1.0, 1) for i in range(24)), True)
-    html = sections.groups(groups, 3, VIEW)
+    html = tables.groups(groups, 3, SCENE)
     assert "there are more" in html
     assert len(html) < 20_000
     output = Output("4", tuple((i, 1.0) for i in range(10)), None, (3, 3), 100_000, None, 5, 5)
-    assert "10 of 100,000 units" in sections.output(output, "Prediction", VIEW)
+    assert "10 of 100,000 units" in tables.output(output, "Prediction", SCENE)

@@ -1,8 +1,9 @@
 """README and the guide are true: their code runs, in order, and their links lead somewhere.
 
 In each document the python and bash blocks run one after another in one folder, the python blocks
-in one interpreter. A block that is `dualform serve …` runs in the background on a free port, and
-later blocks ask that port instead of 50051. Not run: `make` and `pip` (other tests do that).
+in one interpreter. A block that begins with `# NAME.py` is that file. `dualform explore …` is
+opened once, and ended. A block that is `dualform serve …` runs in the background on a free port,
+and later blocks ask that port instead of 50051. Not run: `make` and `pip` (other tests do that).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ RUNNABLE = [
     "docs/idea.md",
     "docs/recipes.md",
     "docs/attribution.md",
+    "docs/explorer.md",
     "docs/getting-started.md",
     "docs/replay.md",
 ]
@@ -39,7 +41,7 @@ DOCUMENTS = sorted(
 )
 
 DRIVER = """
-import json, pathlib, re, subprocess, sys, time, warnings
+import json, pathlib, re, subprocess, sys, time, urllib.request, warnings
 warnings.simplefilter("error")
 blocks = json.loads(pathlib.Path("blocks.json").read_text())
 space, address, server = {"__name__": "__main__"}, "localhost:50051", None
@@ -47,8 +49,19 @@ try:
     for number, (language, code) in enumerate(blocks):
         print(f"--- block {number} ({language})", flush=True)
         code = code.replace("localhost:50051", address)
-        if language == "python":
+        if re.match(r"# \\w+\\.py\\n", code):
+            pathlib.Path(code[2:code.index("\\n")]).write_text(code)
+        elif language == "python":
             exec(compile(code, f"block {number}", "exec"), space)
+        elif "dualform explore" in code:
+            code = code.strip().replace("dualform explore", "exec dualform explore")
+            words = ["bash", "-euc", code + " --port 0"]
+            page = subprocess.Popen(words, stdout=subprocess.PIPE)
+            said = page.stdout.readline().decode()
+            with urllib.request.urlopen(re.search(r"exploring at (\\S+)", said)[1]) as answer:
+                assert answer.status == 200
+            page.terminate()
+            page.communicate(timeout=60)
         elif code.startswith("dualform serve"):
             log = open("serve.log", "wb")
             words = ["bash", "-c", "exec " + code.strip() + " --port 0"]

@@ -291,3 +291,50 @@ def test_a_refused_annotation_leaves_none_in_force(tmp_path: Path, pair: Pair) -
         recorder.annotate(note=1)  # the refused call gave the column no type
     table = Recording.open(tmp_path / "r").read_rows([0])
     assert "label" not in table.column_names
+
+
+def test_a_step_is_annotated_once_its_loss_is_known(tmp_path: Path, pair: Pair) -> None:
+    """One value for all rows of the step, of all its passes; what a pass says itself stays."""
+    model, optimizer = pair
+    losses = []
+    with Recorder(model, optimizer, tmp_path / "run") as recorder:
+        for number in range(3):
+            optimizer.zero_grad()
+            for size in (3, 2):
+                recorder.annotate(part=size, **({"kept": 7} if size == 2 else {}))
+                loss = model(torch.randn(size, 4)).pow(2).sum()
+                loss.backward()
+            losses.append(loss.item())
+            if number != 1:
+                recorder.annotate_step(loss=loss, kept=number)
+            optimizer.step()
+    with Recording.open(tmp_path / "run") as recording:
+        blocks = [record.block for record in recording.passes("")]
+        rows = recording.read_rows(blocks)
+    first, last = [losses[0]] * 5, [losses[2]] * 5
+    assert rows["part"].to_pylist() == [3, 3, 3, 2, 2] * 3
+    assert rows["loss"].to_pylist() == first + [None] * 5 + last
+    assert rows["kept"].to_pylist() == [0, 0, 0, 7, 7] + [None] * 3 + [7, 7] + [2, 2, 2, 7, 7]
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"loss": [1.0, 2.0]}, r"annotate_step\(loss=...\) was given shape \[2\]: one value"),
+        ({"step": 3}, r"step, slot, position and row are filled by themselves"),
+        (
+            {"loss": "high"},
+            r"annotate_step\(loss=...\): got string where earlier calls gave float64",
+        ),
+        ({"loss": None}, r"annotate_step\(loss=...\): cannot store"),
+    ],
+)
+def test_what_a_step_is_not_annotated_with(
+    tmp_path: Path, pair: Pair, columns: dict[str, Any], message: str
+) -> None:
+    model, optimizer = pair
+    with Recorder(model, optimizer, tmp_path / "run") as recorder:
+        recorder.annotate(loss=0.5)
+        with pytest.raises(AnnotationError, match=message):
+            recorder.annotate_step(**columns)
+        step(model, optimizer)

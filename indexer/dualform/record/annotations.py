@@ -32,10 +32,16 @@ class Column(NamedTuple):
 
 
 class Annotations:
-    """The annotation in force, and the type that every column has had so far."""
+    """The annotation in force, and the type that every column has had so far.
+
+    Attributes:
+        current: Of the passes that follow.
+        step: One value each for all rows of the step that is under way.
+    """
 
     def __init__(self) -> None:
         self.current: Mapping[str, Column] = {}
+        self.step: dict[str, np.ndarray] = {}
         self._types: dict[str, str] = {}
 
     def has(self, name: str) -> bool:
@@ -70,17 +76,37 @@ class Annotations:
             if missing is not None:
                 column = Column(filled(column.values, missing), missing.shape)
             converted[name] = column
-            types[name] = kind
-            before = self._types.get(name, kind)
-            if kind != before:
-                raise AnnotationError(
-                    f"annotate({name}=...): got {kind} where earlier calls gave {before}; "
-                    "a column keeps one type for the whole recording: convert it, or use two names"
-                )
+            types[name] = self._same(name, kind, "annotate")
         if rows is not None:
             converted[ROWS] = _mask(rows)
         self._types.update(types)
         self.current = converted
+
+    def set_step(self, columns: Mapping[str, Any]) -> None:
+        """Take values for all rows of the step that is under way.
+
+        Raises:
+            AnnotationError: As `set`; or more than one value for a column.
+        """
+        found, types = dict(self.step), {}
+        for name, value in columns.items():
+            if name not in self._types:
+                _check_name(name)
+            try:
+                kind, (values, shape) = _convert(name, value)
+            except AnnotationError as error:
+                said = str(error).replace("annotate(", "annotate_step(", 1)
+                raise AnnotationError(said) from None
+            if len(values) != 1:
+                raise AnnotationError(
+                    f"annotate_step({name}=...) was given shape {list(shape)}: one value for the "
+                    "whole step is needed, such as loss.mean(); annotate() before the forward pass "
+                    "takes one per example"
+                )
+            types[name] = self._same(name, kind, "annotate_step")
+            found[name] = values
+        self._types.update(types)
+        self.step = found
 
     def leaves(self, name: str) -> bool:
         """Whether the recorder can fill a column of text of this name: the user has no such one."""
@@ -89,6 +115,15 @@ class Annotations:
     def clear(self) -> None:
         """Forget the annotation in force, not the types."""
         self.current = {}
+
+    def _same(self, name: str, kind: str, call: str) -> str:
+        before = self._types.get(name, kind)
+        if kind != before:
+            raise AnnotationError(
+                f"{call}({name}=...): got {kind} where earlier calls gave {before}; "
+                "a column keeps one type for the whole recording: convert it, or use two names"
+            )
+        return kind
 
 
 def _mask(value: Any) -> Column:

@@ -25,6 +25,7 @@ class StepBlocks:
         passes: Of all layers, with the layers' names.
         fitting: What annotations say of which rows.
         sampling: Which rows are recorded.
+        of_step: Columns with one value for all rows of the step.
 
     Attributes:
         blocks: Those numbered so far.
@@ -41,11 +42,13 @@ class StepBlocks:
         passes: Sequence[tuple[str, Pass]],
         fitting: Fitting,
         sampling: Sampling,
+        of_step: Mapping[str, np.ndarray],
     ) -> None:
         self.blocks: list[Block] = []
         self.dropped: list[DroppedRows] = []
         self.told: set[str] = set()
         self._step = step
+        self._of_step = of_step
         self._numbers: dict[tuple[int, Shape, str | None, int, bytes], int] = {}
         self._seen: dict[tuple[str, int, Shape, str | None], int] = {}
         annotations: dict[int, tuple[Mapping[str, Column], dict[Shape, None]]] = {}
@@ -114,6 +117,7 @@ class StepBlocks:
                 name: values if len(values) == 1 else each(values, rows)[kept]
                 for name, values in columns.items()
             }
+        columns = {**self._of_step, **columns}
         if item.use is not None:
             columns[USE] = np.array([item.use], object)
         return Block(self._step, item.leading, columns, kept)

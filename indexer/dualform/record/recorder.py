@@ -202,6 +202,26 @@ class Recorder:
         self._check_open()
         self._annotations.set(columns, rows)
 
+    def annotate_step(self, **columns: Any) -> None:
+        """Say what is known of a step once its forward passes have run, such as its loss.
+
+            loss.backward()
+            recorder.annotate_step(loss=loss)
+            optimizer.step()
+
+        Args:
+            columns: By name, one value for all rows of the step, kept until `optimizer.step()`;
+                where a pass has a column of that name of its own, that one stays. A tensor on a GPU
+                is waited for.
+
+        Raises:
+            AnnotationError: A reserved name, a type that cannot be stored, or one that the column
+                did not have before; several values.
+            RecorderClosedError: After `close`.
+        """
+        self._check_open()
+        self._annotations.set_step(columns)
+
     def add_examples(
         self, ids: Sequence[int] | Sequence[str] | np.ndarray, payloads: Sequence[bytes | str]
     ) -> None:
@@ -303,7 +323,7 @@ class Recorder:
             ledger.extend(rows)
             self._mark(layer, mark)
             kept += [(layer.spec.name, item) for item in layer.kept]
-        blocks = StepBlocks(step, kept, self._fitting, self._sampling)
+        blocks = StepBlocks(step, kept, self._fitting, self._sampling, self._annotations.step)
         if step == self._first_step:  # before rows are left out
             size = rows_bytes([item for _, item in kept], self._values)
         taken = [blocks.take(name, item, self._values) for name, item in kept]
@@ -330,6 +350,7 @@ class Recorder:
             return
         self._tape.discard()
         self._annotations.clear()
+        self._annotations.step = {}
         self._marks.clear()
         for layer in self._layers:
             layer.advance()

@@ -37,8 +37,18 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--model",
         metavar="FILE.py:FUNCTION",
-        help="for pictures and texts to be uploaded: a function without arguments that returns "
-        "(model, prepare), prepare making the model's input of a picture's bytes or of a text",
+        help="the trained model, for the whole network's predictions and the examples behind them: "
+        "a function without arguments that returns (model, prepare), prepare making the model's "
+        "input of a picture's bytes or of a text, or (model, inputs), or (model, inputs, labels)",
+    )
+    parser.add_argument(
+        "--names",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="what output units and labels are called, a line each; for the indexes whose last "
+        "layer has so many units; may be given several times",
     )
     parser.add_argument("--host", default="127.0.0.1", help="of this machine (default 127.0.0.1)")
     parser.add_argument("--port", type=int, default=8080, help="0 for a free one (default 8080)")
@@ -55,11 +65,12 @@ def _run(options: argparse.Namespace) -> int:
         import nicegui  # noqa: F401
     except ImportError as error:
         raise CommandError(f"the page needs nicegui ({error}): {pip_install('explore')}") from None
-    from dualform.explore import LocalSources, ServerSources, load_model, run
+    from dualform.explore import LocalSources, ServerSources, load_model, read_names, run
 
     if options.server is None:
         load_engine()  # before the user's model imports torch
     model = None if options.model is None else load_model(options.model)
+    names = [read_names(path) for path in options.names]
     sources: LocalSources | ServerSources
     if options.server is None:
         paths = named_indexes(options.indexes)
@@ -71,7 +82,14 @@ def _run(options: argparse.Namespace) -> int:
         sources = _served(options)
     if options.while_read:
         threading.Thread(target=_end_with_input, daemon=True).start()
-    return run(sources, host=options.host, port=options.port, browse=options.open, model=model)
+    return run(
+        sources,
+        host=options.host,
+        port=options.port,
+        browse=options.open,
+        model=model,
+        names=names,
+    )
 
 
 def _end_with_input() -> None:
@@ -80,20 +98,23 @@ def _end_with_input() -> None:
 
 
 def _served(options: argparse.Namespace) -> Any:
-    from dualform.client import AsyncClient
+    from dualform.client import AsyncClient, Client
     from dualform.explore import ServerSources
 
-    client = AsyncClient(
-        options.server,
-        tls=options.tls,
-        certificate=options.certificate,
-        key=options.key,
-        token=token_of(options),
-    )
+    how: dict[str, Any] = {
+        "tls": options.tls,
+        "certificate": options.certificate,
+        "key": options.key,
+        "token": token_of(options),
+    }
+    client = AsyncClient(options.server, **how)
     given = {"tls": options.tls, "certificate": options.certificate, "key": options.key}
     said = {name: value if value is True else str(value) for name, value in given.items() if value}
     python = "".join(f", {name}={value!r}" for name, value in said.items())
     words = [f"--{name}" if value is True else f"--{name}={value}" for name, value in said.items()]
     return ServerSources(
-        client, f"Client({options.server!r}{python})", ("--server", options.server, *words)
+        client,
+        f"Client({options.server!r}{python})",
+        ("--server", options.server, *words),
+        lambda: Client(options.server, **how),
     )

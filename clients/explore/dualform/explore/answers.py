@@ -39,6 +39,10 @@ class Query:
         places: Its positions in that step, of a sequence.
         payload: To look at.
         text: Its tokens, of a text.
+        inputs: What the user's model takes, of this example; None where it is not known, Refused
+            where it can't be made.
+        made: What makes that input, in Python.
+        token: Which of its tokens is meant; None for the last, or where it has none.
     """
 
     vector: npt.NDArray[np.float32]
@@ -50,6 +54,9 @@ class Query:
     places: list[int] = field(default_factory=list)
     payload: Payload | None = None
     text: Marked | None = None
+    inputs: Any = None
+    made: str = ""
+    token: int | None = None
 
 
 @dataclass(frozen=True)
@@ -57,13 +64,14 @@ class Output:
     """A layer's output, unit by unit, the largest first.
 
     Attributes:
-        layer: Whose.
+        layer: Whose; "" for the whole network.
         whole: Of all rows, by unit: [(unit, value)], the largest values.
         left: Of the rows that pass the filters, for the same units; None without filters.
         winner: The unit with the largest value of all rows, and of the filtered ones.
         units: How many there are in all.
         residual: |what no row explains| / |output|; None where it is not known.
-        rows, total: How many rows took part, of how many.
+        rows, total: How many rows took part, of how many; 0 of the whole network.
+        beside: What `left` is of.
     """
 
     layer: str
@@ -74,6 +82,7 @@ class Output:
     residual: float | None
     rows: int
     total: int
+    beside: str = "with the filters"
 
 
 @dataclass(frozen=True)
@@ -180,3 +189,59 @@ class Answer:
     by_contribution: Part[tuple[Behind, ...]]
     groups: Part[Groups] | None
     parts: Part[Parts] | None
+
+
+@dataclass(frozen=True)
+class AttributedExample:
+    """A training example behind a prediction.
+
+    Attributes:
+        example: Its id.
+        score: What its rows added to the target, over all layers.
+        by_layer: The same by layer.
+        count: How many rows that is.
+        columns: Metadata of its first row.
+        payload: To look at.
+    """
+
+    example: ExampleId
+    score: float
+    by_layer: tuple[float, ...]
+    count: int
+    columns: dict[str, Any]
+    payload: Payload
+
+
+@dataclass(frozen=True)
+class Attributed:
+    """A prediction, attributed to training examples over all layers.
+
+    Attributes:
+        unit: Of the prediction.
+        margin: Its logit less the logsumexp of the others is attributed, not the logit.
+        value: That number.
+        token: Whose logits they are, of a model of sequences.
+        layers: Their names.
+        found: Those that raised it most.
+        initial, rows, residual: What the layers' outputs along its gradient are made of, added up.
+        unrecorded: Its gradient times the parameters that are in none of the layers.
+    """
+
+    unit: int
+    margin: bool
+    value: float
+    token: int | None
+    layers: tuple[str, ...]
+    found: tuple[AttributedExample, ...]
+    initial: float
+    rows: float
+    residual: float
+    unrecorded: float
+
+
+@dataclass(frozen=True)
+class Network:
+    """What the user's model says: its output, and the examples behind it."""
+
+    output: Part[Output]
+    attributed: Part[Attributed]

@@ -7,7 +7,7 @@ import json
 import signal
 import socket
 import warnings
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -33,6 +33,7 @@ def run(
     port: int = PORT,
     browse: bool = False,
     model: Model | None = None,
+    names: Sequence[Sequence[str]] = (),
 ) -> int:
     """Serve the page until SIGTERM or SIGINT.
 
@@ -43,7 +44,8 @@ def run(
         host: An address of this machine's loopback.
         port: 0 for a free one.
         browse: Open it in a browser.
-        model: For pictures and texts to be uploaded.
+        model: To ask about what it is given, and about the whole network.
+        names: Of output units, as `read_names` gives them; used where a last layer has as many.
 
     Returns:
         Exit status: 0.
@@ -73,7 +75,7 @@ def run(
 
     @ui.page("/", title="dualform explorer")
     def page(request: Request) -> None:
-        Page(sources, uploads, request.url.query)
+        Page(sources, uploads, names, request.url.query)
 
     ui.run_with(
         app,

@@ -61,6 +61,12 @@ class Asker:
     tell: Tell
 
     @property
+    def is_last(self) -> bool:
+        """The layer's output is the prediction."""
+        last = last_layer(self.info)
+        return last is not None and last.name == self.layer.name
+
+    @property
     def weights_where(self) -> str | None:
         """Which rows' weights count: those before the step too."""
         return self.narrowed(None if self.view.step is None else f"step < {self.view.step}")
@@ -77,8 +83,15 @@ class Asker:
         )
 
 
-async def answer(asker: Asker, query: Query) -> Answer:
-    """All that the page shows.
+async def answer(
+    asker: Asker, query: Query, early: Callable[[Answer], None] | None = None
+) -> Answer:
+    """All that the page shows of a layer.
+
+    Args:
+        asker: Of the view.
+        query: What is asked about.
+        early: Given what is known once the prediction is, the training rows missing.
 
     Raises:
         UnavailableError: Nobody answers; what else is refused is refused in its part alone.
@@ -98,6 +111,9 @@ async def answer(asker: Asker, query: Query) -> Answer:
         asker.tell("the prediction")
         other = await part(asker.output(last.name, query.last))
         prediction = await part(_output(asker, last.name, query.last, other))
+    found = Answer(query, layer, unit, columns, column, output, prediction, (), (), None, None)
+    if early is not None:
+        early(found)
     asker.tell("the training examples with the largest weights")
     by_weight = await part(ranked(asker, query.vector, "weight", unit))
     by_contribution: Part[tuple[Behind, ...]] = Refused("the layer has no output to add to")
@@ -115,18 +131,8 @@ async def answer(asker: Asker, query: Query) -> Answer:
             known = whole if isinstance(whole, DualOutputResult) else None
             groups = await _accounted(asker, query, groups, unit, known)
         parts = await _parts(asker, query, column, groups)
-    return Answer(
-        query,
-        layer,
-        unit,
-        columns,
-        column,
-        output,
-        prediction,
-        by_weight,
-        by_contribution,
-        groups,
-        parts,
+    return replace(
+        found, by_weight=by_weight, by_contribution=by_contribution, groups=groups, parts=parts
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 RankBy = Literal["weight", "contribution"]
 Vector = npt.NDArray[np.float32]
 _MOST_TOKENS = 4096
+_OF_ROWS = ("step", "slot", "position")
 
 
 async def ranked(
@@ -132,20 +133,32 @@ async def _examples(asker: Asker, query: Vector, rank_by: RankBy, unit: int | No
             raise
         except DualformError:
             pass
-    nothing = np.zeros_like(query)
+    columns = await columns_of(asker, ids)
+    return [
+        _behind(name, score, others.get(name), count, columns.get(name, {}), rank_by)
+        for name, score, count in best
+    ]
+
+
+async def columns_of(asker: Asker, ids: Sequence[Any]) -> dict[Any, dict[str, Any]]:
+    """By example, what its first row says of it, but for numbers that its rows differ in; nothing
+    where the layer has no ids."""
+    if not ids or "example" not in asker.layer.columns:
+        return {}
+    among = f"example in ({', '.join(map(literal, ids))})"
+    nothing = np.zeros((1, asker.layer.d_in), np.float32)
     first = await asker.client.top_k(
-        layer, nothing, k=len(ids), where=among, distinct="example", index=asker.index
+        asker.layer.name, nothing, k=len(ids), where=among, distinct="example", index=asker.index
     )
     columns: dict[Any, dict[str, Any]] = {}
     for place in np.flatnonzero(first.rows[0] >= 0):
         said = {name: plain(column[0, place]) for name, column in first.columns.items()}
         columns[said["example"]] = {
-            name: value for name, value in said.items() if name not in ("step", "slot", "position")
+            name: value
+            for name, value in said.items()
+            if name not in _OF_ROWS and not isinstance(value, float)  # such as the step's loss
         }
-    return [
-        _behind(name, score, others.get(name), count, columns.get(name, {}), rank_by)
-        for name, score, count in best
-    ]
+    return columns
 
 
 async def _rows(asker: Asker, query: Vector, rank_by: RankBy, unit: int | None) -> list[Behind]:

@@ -6,6 +6,7 @@ import shlex
 from dataclasses import dataclass
 from typing import Any
 
+from dualform.explore.model import Model
 from dualform.explore.sources import Source
 from dualform.explore.view import View
 
@@ -25,7 +26,30 @@ class Lines:
     commands: str
 
 
-def lines_of(source: Source, view: View, unit: int | None, column: str) -> Lines:
+@dataclass(frozen=True)
+class Whole:
+    """What the whole network was asked.
+
+    Attributes:
+        model: Whose it is.
+        made: What makes its input, in Python.
+        target: As for `Client.attribute`.
+        token: Likewise.
+    """
+
+    model: Model
+    made: str
+    target: int | str
+    token: int | None
+
+
+def lines_of(
+    source: Source,
+    view: View,
+    unit: int | None,
+    column: str,
+    whole: Whole | None = None,
+) -> Lines:
     """What is to be typed for the answers of a view; the query is in `QUERY_FILE`.
 
     Args:
@@ -33,6 +57,7 @@ def lines_of(source: Source, view: View, unit: int | None, column: str) -> Lines
         view: With index and layer.
         unit: That contributions go to; None for none.
         column: That classes are made of; "" for none.
+        whole: What the whole network was asked; None where it was not.
     """
     before = None if view.step is None else f"step < {view.step}"
     weights = _both(view, before)
@@ -51,7 +76,35 @@ def lines_of(source: Source, view: View, unit: int | None, column: str) -> Lines
         asked.append(("dual_output", output))
         if column:
             asked.append(("dual_output", {**output, "group_by": column}))
-    return Lines(_python(source, view, asked), _commands(source, view, asked))
+    python, commands = _python(source, view, asked), _commands(source, view, asked)
+    if whole is not None:
+        python += _attributed(source, view, whole)
+        commands += _attribute(source, view, whole)
+    return Lines(python, commands)
+
+
+def _attributed(source: Source, view: View, whole: Whole) -> str:
+    file, _, function = whole.model.spec.rpartition(":")
+    made = "prepare" if whole.model.prepare is not None else "inputs, *_"
+    given: dict[str, Any] = {"target": whole.target, "token": whole.token, "k": view.k}
+    given |= {"where": view.where, "index": source.index}
+    told = "".join(f", {key}={_literal(v)}" for key, v in given.items() if v is not None)
+    return (
+        "\nimport runpy\n\n"
+        f"model, {made} = runpy.run_path({_literal(file)})[{_literal(function)}]()\n"
+        f"print(client.attribute(model, {whole.made}{told}).to_pandas())\n"
+    )
+
+
+def _attribute(source: Source, view: View, whole: Whole) -> str:
+    """The command takes the function's own inputs, all of them."""
+    if whole.model.prepare is not None:
+        return ""
+    words = ["dualform", "query", "attribute", whole.model.spec, *source.command]
+    given = {"--target": whole.target, "--token": whole.token, "-k": view.k, "--where": view.where}
+    for name, value in given.items():
+        words += [] if value is None else [name, str(value)]
+    return shlex.join(words) + "\n"
 
 
 def _both(view: View, more: str | None) -> str | None:

@@ -7,6 +7,7 @@ import hashlib
 import io
 from collections import OrderedDict
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,14 +21,14 @@ from dualform.client import (
     NotFoundError,
     UnavailableError,
 )
-from dualform.explore.answers import Query
+from dualform.explore.answers import Query, Refused
 from dualform.explore.asking import last_layer
 from dualform.explore.behind import payloads_of
 from dualform.explore.keys import Key, key_of
 from dualform.explore.model import Model
-from dualform.explore.payloads import Picture, Text, media_of, payload_of
+from dualform.explore.payloads import Nothing, Payload, Picture, Text, media_of, payload_of
 from dualform.explore.tokens import marked
-from dualform.explore.view import View
+from dualform.explore.view import ExampleId, View
 
 MOST_BYTES = 64 << 20
 """Of one upload, and of all that are kept together."""
@@ -84,10 +85,10 @@ class Uploads:
         upload = Upload(name, digest, len(data))
         if name.lower().endswith((".npy", ".csv")):
             upload = replace(upload, queries=_numbers(name, data))
-        elif self.model is None:
+        elif self.model is None or self.model.prepare is None:
             raise InvalidArgumentError(
                 f"{name} is no .npy or .csv file; pictures and texts are a model's: "
-                "dualform explore INDEX --model FILE.py:FUNCTION"
+                "dualform explore INDEX --model FILE.py:FUNCTION, which returns (model, prepare)"
             )
         else:
             upload = replace(upload, payload=_payload(name, data))
@@ -127,14 +128,14 @@ async def query_of(
         DualformError: There is no such example, place or upload, or it does not fit the layer.
     """
     if view.upload:
-        upload = uploads.kept(view.upload)
-        if upload.queries is not None:
-            return _uploaded(view, layer, info, upload, upload.queries)
-        return await asyncio.to_thread(_modelled, view, layer, info, upload, uploads.model)
+        return await _of_upload(view, layer, info, uploads)
+    if view.input is not None:
+        return await _of_input(view, layer, info, uploads.model, view.input)
     if view.example is None:
         return None
     key = await key_of(client, layer, view.example, seen=view.seen, place=view.place, index=index)
     payload = (await payloads_of(client, [view.example], index))[0]
+    named = "" if index is None else f", index={index!r}"
     text = None
     if isinstance(payload, Text):
         text = marked(payload.text, {}, max(key.places, default=-1) + 1)
@@ -148,7 +149,56 @@ async def query_of(
         key.places,
         payload,
         text,
+        await _inputs(client, index, view.example, payload, uploads.model),
+        f"prepare(client.examples([{view.example!r}]{named})[0])",
+        key.columns.get("position"),
     )
+
+
+async def _of_upload(view: View, layer: LayerInfo, info: IndexInfo, uploads: Uploads) -> Query:
+    upload, model = uploads.kept(view.upload), uploads.model
+    if upload.queries is not None:
+        return _uploaded(view, layer, info, upload, upload.queries)
+    assert model is not None
+    assert upload.payload is not None
+    shown = payload_of(upload.payload)
+    if isinstance(shown, Picture):
+        shown = replace(shown, address=f"upload?digest={upload.digest}")
+    inputs = await asyncio.to_thread(model.prepared, upload.payload)
+    how = "'rb'" if isinstance(upload.payload, bytes) else "encoding='utf-8'"
+    made = f"prepare(open({upload.name!r}, {how}).read())"
+    return await _modelled(view, layer, info, model, inputs, upload.name, made, shown)
+
+
+async def _of_input(
+    view: View, layer: LayerInfo, info: IndexInfo, model: Model | None, number: int
+) -> Query:
+    if model is None:
+        raise NotFoundError(
+            "the link is about an input of a model: dualform explore … --model FILE.py:FUNCTION"
+        )
+    inputs, made = model.numbered(number), model.slicing(number)
+    said = f"input {number} of {model.spec}{model.labelled(number)}"
+    return await _modelled(view, layer, info, model, inputs, said, made, None)
+
+
+async def _inputs(
+    client: AsyncClient,
+    index: str | None,
+    example: ExampleId,
+    payload: Payload,
+    model: Model | None,
+) -> Any:
+    """A training example as the model takes it, of what was kept of it; None where that is not
+    known, Refused where it can't be made."""
+    if model is None or model.prepare is None or isinstance(payload, Nothing):
+        return None
+    (kept,) = await client.examples([example], index=index)
+    assert kept is not None
+    try:
+        return await asyncio.to_thread(model.prepared, kept)
+    except DualformError as error:
+        return Refused(str(error))
 
 
 async def _last(
@@ -196,39 +246,45 @@ def _uploaded(
             f"takes {layer.d_in:,}"
             + (f"; it fits layer {', '.join(fits)}" if fits else ", and no layer that many")
         )
-    number = _place(view, upload, len(queries), 0)
+    number = _place(view, upload.name, len(queries), 0)
     said = f"query {number} of {len(queries):,} in {upload.name}"
     return Query(queries[number : number + 1], None, said)
 
 
-def _modelled(
-    view: View, layer: LayerInfo, info: IndexInfo, upload: Upload, model: Model | None
+async def _modelled(
+    view: View,
+    layer: LayerInfo,
+    info: IndexInfo,
+    model: Model,
+    inputs: Any,
+    name: str,
+    made: str,
+    shown: Payload | None,
 ) -> Query:
-    """A picture or text, as the model's layers see it."""
-    assert model is not None
-    assert upload.payload is not None
+    """One input of the model's, as its layers see it."""
     last = last_layer(info)
     names = [layer.name] if last is None else list(dict.fromkeys([layer.name, last.name]))
-    seen = model.queries(upload.payload, names)
+    seen = await model.queries(inputs, names)
     here = seen[layer.name]
-    number = _place(view, upload, len(here), len(here) - 1)
+    number = _place(view, name, len(here), len(here) - 1)
     other = None
     if last is not None and last.name != layer.name and len(seen[last.name]) == len(here):
         other = seen[last.name][number : number + 1]
-    shown = payload_of(upload.payload)
-    if isinstance(shown, Picture):
-        shown = replace(shown, address=f"upload?digest={upload.digest}")
     text = marked(shown.text, {}, len(here)) if isinstance(shown, Text) else None
     at = f", place {number} of {len(here)}" if len(here) > 1 else ""
-    said = f"{upload.name}, as layer {layer.name} of the model sees it{at}"
-    return Query(here[number : number + 1], other, said, payload=shown, text=text)
+    said = f"{name}, as layer {layer.name} of the model sees it{at}"
+    query = here[number : number + 1]
+    token = number if len(here) > 1 else None
+    return Query(
+        query, other, said, payload=shown, text=text, inputs=inputs, made=made, token=token
+    )
 
 
-def _place(view: View, upload: Upload, count: int, usual: int) -> int:
+def _place(view: View, name: str, count: int, usual: int) -> int:
     number = usual if view.number is None else view.number
     if number >= count:
         raise InvalidArgumentError(
-            f"{upload.name} holds queries 0 to {count - 1}; {number} is none of them"
+            f"{name} holds queries 0 to {count - 1}; {number} is none of them"
         )
     return number
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dualform.client import AsyncClient, DualformError
+from dualform.client import AsyncClient, Client, DualformError
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,7 @@ class Source:
         trouble: Why it does not answer; "" where it does.
         python: The client as Python has it, for lines to copy.
         command: The same as arguments of `dualform query`.
+        opens: Makes a client of another kind, for the middle of a forward pass.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Source:
     trouble: str
     python: str
     command: tuple[str, ...]
+    opens: Callable[[], Client] | None = None
 
     def asked(self) -> AsyncClient:
         """The client that answers.
@@ -75,7 +77,7 @@ class LocalSources:
             client = AsyncClient.local(path)
         except DualformError as error:
             return Source(name, None, None, str(error), python, command)
-        return Source(name, None, client, "", python, command)
+        return Source(name, None, client, "", python, command, lambda: Client.local(path))
 
 
 class ServerSources:
@@ -84,11 +86,18 @@ class ServerSources:
     Args:
         client: On the server.
         python: As in Source.
-        command: As in Source.
+        command, opens: As in Source.
     """
 
-    def __init__(self, client: AsyncClient, python: str, command: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        client: AsyncClient,
+        python: str,
+        command: tuple[str, ...],
+        opens: Callable[[], Client] | None = None,
+    ) -> None:
         self._client, self._python, self._command = client, python, command
+        self._opens = opens
         self._latest: Sequence[Source] = []
 
     async def listed(self) -> Sequence[Source]:
@@ -106,6 +115,7 @@ class ServerSources:
                 "" if each.health == "serving" else each.health_reason,
                 self._python,
                 (*self._command, "--index", each.name),
+                self._opens,
             )
             for each in found
         ]

@@ -24,8 +24,9 @@ class View:
         seen: At which step the layer saw it: the key of that row is the query. None for the last.
         place: The row's position in a sequence; None for the last one.
         upload: What was uploaded instead, by its digest; "" for nothing.
-        number: Which row of an uploaded array, or place of an uploaded sequence; None for the
-            first row, and the last place.
+        input: Which of the model's own inputs is asked about instead; None for none.
+        number: Which row of an uploaded array, or place of a sequence that was uploaded or is the
+            model's; None for the first row, and the last place.
         by: "example": an example's rows are added up; "row": each row for itself.
         k: How many of them.
         unit: The output unit that contributions go to; None for the largest.
@@ -41,6 +42,7 @@ class View:
     seen: int | None = None
     place: int | None = None
     upload: str = ""
+    input: int | None = None
     number: int | None = None
     by: str = "example"
     k: int = 6
@@ -97,7 +99,21 @@ def view_of(given: Mapping[str, list[str]]) -> tuple[View, list[str]]:
 
 def asked_about(view: View, example: ExampleId, seen: int | None, place: int | None) -> View:
     """The same view, with a training example's row as the query."""
-    return replace(view, example=example, seen=seen, place=place, upload="", unit=None)
+    return replace(
+        view, example=example, seen=seen, place=place, upload="", input=None, number=None, unit=None
+    )
+
+
+def of_input(view: View, number: int) -> View:
+    """The same view, with one of the model's own inputs as the query."""
+    return replace(
+        view, input=number, number=None, example=None, seen=None, place=None, upload="", unit=None
+    )
+
+
+def of_upload(view: View, digest: str) -> View:
+    """The same view, with what was uploaded as the query."""
+    return replace(of_input(view, 0), input=None, upload=digest)
 
 
 def without(view: View, column: str, value: object) -> View:
@@ -168,6 +184,7 @@ _READERS: dict[str, Callable[[list[str]], Any]] = {
     "seen": _natural,
     "place": _natural,
     "upload": _text,
+    "input": _natural,
     "number": _natural,
     "by": _by,
     "k": _few,

@@ -1,0 +1,96 @@
+"""The whole network's output and the examples behind it, as HTML."""
+
+from __future__ import annotations
+
+from dualform.explore.answers import Attributed, AttributedExample, Network, Refused
+from dualform.explore.cards import called, links
+from dualform.explore.markup import bar, named, number, payload, refused
+from dualform.explore.scene import Scene
+from dualform.explore.tables import output
+
+_LAYERS = 6
+"""So many layers' shares are read at a glance; of more, the largest, and the sum of the others."""
+_TITLE = "Examples behind it, over all layers"
+
+
+def network(found: Network | None, scene: Scene) -> str:
+    """What the user's model says, and why; where there is none, how to give it.
+
+    Args:
+        found: None where no model is given, or this example's input is not known.
+        scene: Of the page.
+    """
+    if found is None:
+        return f'<section class="wide"><h2>{_TITLE}</h2><p class="said">{_how(scene)}</p></section>'
+    if isinstance(found.output, Refused) and found.output == found.attributed:
+        why = refused(found.output.why)
+        return f'<section class="wide"><h2>The whole network</h2>{why}</section>'
+    return (
+        f'<section class="wide">{output(found.output, "The whole network", scene)}</section>'
+        f'<section class="wide">{_attributed(found.attributed, scene)}</section>'
+    )
+
+
+def _how(scene: Scene) -> str:
+    function = "<code>--model FILE.py:FUNCTION</code>"
+    if not scene.model:
+        return (
+            f"The page asks layer by layer until it has the trained model: with {function}, a "
+            "function that returns <code>(model, prepare)</code> or <code>(model, inputs)</code>, "
+            "it shows the examples behind the network's prediction, each layer's share, and what "
+            "the network would say without the rows that are filtered out."
+        )
+    return (
+        "What the model takes is not known of this: of an example of which a picture or text was "
+        "kept, <code>prepare</code> makes it; numbers for one layer are no input."
+    )
+
+
+def _attributed(found: Attributed | Refused, scene: Scene) -> str:
+    if isinstance(found, Refused):
+        return f"<h2>{_TITLE}</h2>{refused(found.why)}"
+    unit = named(scene.unit(found.unit, ""))
+    target = f"the margin of unit {unit}" if found.margin else f"unit {unit}"
+    told = f"What raised {target} ({number(found.value)}) most"
+    if found.margin:
+        told += "; the margin is its logit less the logsumexp of the others"
+    if not found.found:
+        return f"<h2>{_TITLE}</h2><p>No rows pass the filters.</p>"
+    shown = _largest(found)
+    items = "".join(f"<li>{_card(each, found, shown, scene)}</li>" for each in found.found)
+    beside = (
+        f"Of the layers' outputs along its gradient: initial weights {number(found.initial)}, all "
+        f"rows {number(found.rows)}, no row explains {number(found.residual)}. Parameters in no "
+        f"layer: {number(found.unrecorded)}."
+    )
+    step = "" if scene.view.step is None else " It is the trained network's, whatever the slider."
+    return (
+        f'<h2>{_TITLE}</h2><p class="said">{told}.{step}</p><ol class="cards layers">{items}</ol>'
+        f'<p class="said">{beside}</p>'
+    )
+
+
+def _largest(found: Attributed) -> list[int]:
+    """The layers that are shown, in order."""
+    sizes = [sum(abs(each.by_layer[at]) for each in found.found) for at in range(len(found.layers))]
+    return sorted(sorted(range(len(sizes)), key=lambda at: -sizes[at])[:_LAYERS])
+
+
+def _card(each: AttributedExample, found: Attributed, shown: list[int], scene: Scene) -> str:
+    most = max((abs(share) for other in found.found for share in other.by_layer), default=0.0)
+    lines = [(f"layer {named(found.layers[at])}", each.by_layer[at]) for at in shown]
+    others = len(found.layers) - len(shown)
+    if others:
+        rest = sum(each.by_layer) - sum(each.by_layer[at] for at in shown)
+        lines.append((f"{others} other layers", rest))
+    shares = "".join(
+        f"<dt>{name}</dt><dd>{number(share)}</dd><dd>{bar(share, most)}</dd>"
+        for name, share in lines
+    )
+    numbers = (
+        f'<dl class="numbers shares"><dt>all layers</dt><dd><b>{number(each.score)}</b></dd>'
+        f"<dd></dd>{shares}</dl>"
+    )
+    picture = payload(each.payload, each.example, scene.view.index, scene.version)
+    told = called(each.example, each.columns, [f"{each.count:,} rows"], scene)
+    return picture + told + numbers + links(each.example, scene)

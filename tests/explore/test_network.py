@@ -1,0 +1,169 @@
+"""The user's model on the page: the whole network, without rows too, and the examples behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dualform.client import AsyncClient, Client, InvalidArgumentError, NotFoundError
+from dualform.explore import Model, View, load_model
+from dualform.explore.answers import Attributed, Network, Output, Refused
+from dualform.explore.asking import Asker
+from dualform.explore.curve import curves_of
+from dualform.explore.network import network_of
+from dualform.explore.prediction import network as drawn
+from dualform.explore.queries import Uploads, query_of
+from dualform.explore.scene import Scene, names_for, read_names, unused
+
+from .memory import STEPS, Digits, kept, write_model
+
+
+@pytest.fixture(scope="module")
+def prepared(digits: Digits, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return load_model(write_model(digits, tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def brought(digits: Digits, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return load_model(write_model(digits, tmp_path_factory.mktemp("model"), "own"))
+
+
+def ask(digits: Digits, client: AsyncClient, view: View, model: Model) -> Network:
+    async def steps() -> Network:
+        info = await client.index()
+        layer = info.layers[view.layer]
+        query = await query_of(client, None, info, layer, view, Uploads(model))
+        assert query is not None
+        asker = Asker(client, None, info, layer, view, lambda _: None)
+        opens = lambda: Client.local(digits.path)  # noqa: E731
+        return await network_of(asker, model, opens, query.inputs, query.token)
+
+    return asyncio.run(steps())
+
+
+def test_it_says_what_the_model_says(
+    client: AsyncClient, digits: Digits, prepared: Model, brought: Model
+) -> None:
+    for view, model, seen in (
+        (View(layer="2", example=7), prepared, kept(digits, 7)),
+        (View(layer="0", input=7), brought, digits.images[7:8]),
+    ):
+        with torch.no_grad():
+            expected = digits.model(seen)[0].numpy()
+        found = ask(digits, client, view, model).output
+        assert isinstance(found, Output)
+        assert [value for _, value in found.whole] == pytest.approx(np.sort(expected)[::-1])
+        assert found.left is None
+
+
+def test_without_rows_and_at_a_step_it_is_the_whole_network_in_dual_form(
+    client: AsyncClient, digits: Digits, brought: Model
+) -> None:
+    """Layer by layer through the client: the second sees what the first gives without the rows."""
+    view = View(layer="2", input=7, filters=("label != 3", "step > 4"), step=40)
+    found = ask(digits, client, view, brought).output
+    assert isinstance(found, Output)
+    assert found.left is not None
+    with Client.local(digits.path) as other:
+        some = {"where": view.where, "at_step": 40}
+        hidden = other.dual_output("0", digits.images[7:8].numpy(), **some)
+        last = other.dual_output("2", np.maximum(hidden.values, 0), **some).values[0]
+    assert list(found.left) == pytest.approx([last[unit] for unit, _ in found.whole], rel=1e-5)
+    assert found.winner[1] == int(last.argmax())
+    assert found.beside == "filtered, after 40 steps"
+
+
+@pytest.mark.parametrize("unit", [None, 4])
+def test_the_examples_behind_it_are_those_of_attribute(
+    client: AsyncClient, digits: Digits, brought: Model, unit: int | None
+) -> None:
+    view = View(layer="2", input=7, k=4, unit=unit, filters=("label != 3",))
+    found = ask(digits, client, view, brought).attributed
+    assert isinstance(found, Attributed)
+    target = "margin" if unit is None else unit
+    with Client.local(digits.path) as other:
+        expected = other.attribute(
+            digits.model, digits.images[7:8], target=target, k=4, where="label != 3"
+        )
+    assert [each.example for each in found.found] == expected.groups[0].tolist()
+    assert [each.score for each in found.found] == pytest.approx(expected.scores[0])
+    assert [each.by_layer for each in found.found] == [
+        pytest.approx(shares) for shares in expected.by_layer[0]
+    ]
+    for each in found.found:
+        assert each.columns["label"] == int(digits.labels[int(each.example)])
+    logits = digits.model(digits.images[7:8])[0].detach()
+    value = logits[4] if unit == 4 else torch.logit(logits.softmax(0).max())
+    assert found.value == pytest.approx(float(value), rel=1e-4)
+    html = drawn(Network(Refused("x"), found), Scene(view, "1", ["a"] * 10, "2", True))
+    assert ("the margin of unit" in html) == (unit is None)
+
+
+def test_what_the_model_can_not_be_asked_is_said(
+    client: AsyncClient, digits: Digits, prepared: Model, brought: Model
+) -> None:
+    with pytest.raises(NotFoundError, match=r"no input 20 of .*it has 0 to 19"):
+        ask(digits, client, View(layer="2", input=20), brought)
+    with pytest.raises(NotFoundError, match="it brings none of its own"):
+        ask(digits, client, View(layer="2", input=0), prepared)
+    with pytest.raises(InvalidArgumentError, match="brings inputs of its own"):
+        brought.prepared(b"")
+    other = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10))
+    found = ask(digits, client, View(layer="2", input=3), replace(brought, module=other))
+    assert isinstance(found.output, Output)
+    assert isinstance(found.attributed, Refused)
+    assert "is not what the index was trained to" in found.attributed.why
+    strange = replace(brought, module=torch.nn.Sequential(*other, torch.nn.Unflatten(1, (1, 2, 5))))
+    found = ask(digits, client, View(layer="2", input=3), strange)
+    assert isinstance(found.output, Refused)
+    assert "logits [1, classes]" in found.output.why
+    assert "the model gives [1, 1, 2, 5]" in found.output.why
+
+
+def test_inputs_of_several_parts_are_cut_alike() -> None:
+    tensor = torch.arange(12).reshape(4, 3)
+    for inputs in (tensor, (tensor, tensor.numpy()), {"ids": tensor, "mask": tensor}):
+        model = Model(None, None, inputs, spec="m.py:f")
+        assert model.count == 4
+        one = model.numbered(2)
+        again = eval(model.slicing(2), {"inputs": inputs})
+        for given in (one, again):
+            parts = given.values() if isinstance(given, dict) else given
+            parts = parts if isinstance(inputs, (tuple, dict)) else [given]
+            assert all(np.array_equal(part, tensor[2:3]) for part in parts)
+
+
+def test_the_curve_is_the_recorded_loss(client: AsyncClient, digits: Digits) -> None:
+    async def steps() -> None:
+        (curve,) = await curves_of(client, None, (await client.index()).layers["0"])
+        assert curve.column == "loss"
+        assert curve.steps == tuple(range(STEPS))
+        assert curve.values == pytest.approx(digits.losses)
+
+    asyncio.run(steps())
+
+
+def test_names_are_those_of_as_many_units(tmp_path: Path) -> None:
+    (tmp_path / "two").write_text("cat\ndog\n")
+    names = [read_names(tmp_path / "two"), ("a", "b", "c")]
+    assert names_for(2, names) == ("cat", "dog")
+    assert names_for(4, names) == ()
+    assert unused({"head": 3}, names) == ""
+    assert unused({"head": 4}, names) == "2, 3 are given; layer head has 4 units"
+    scene = Scene(View(layer="head"), "1", ("cat", "dog"), "head")
+    assert scene.unit(1, "head") == "1 dog"
+    assert scene.unit(1, "hidden") == scene.unit(1, "hidden") == "1"
+    assert scene.value("label", 0) == "0 cat"
+    assert scene.value("label", 7) == "7"
+    assert scene.value("task", 0) == "0"
+    for name, data in (("empty", b""), ("odd", b"\xff\xfe\xff"), ("gone", None)):
+        if data is not None:
+            (tmp_path / name).write_bytes(data)
+        with pytest.raises(InvalidArgumentError, match=re.escape(str(tmp_path / name))):
+            read_names(tmp_path / name)
