@@ -15,6 +15,8 @@ WORKERS ?= 2
 # What is tested with other versions than those of .venv.
 FIVE := tests/store tests/index tests/engine tests/serve tests/client
 # What has many random cases: a few of them belong to make test.
+# In memory, where there is a place for that: what is killed and damaged need not wait for a disk.
+SOAK_IN := $(wildcard /dev/shm)
 SOAK := tests/soak tests/property tests/engine/test_hostile.py tests/index/test_hostile.py \
   $(shell grep -ls 'max_examples=count' tests/engine/*.py tests/record/*.py)
 # Environments of their own, gone again when all is well.
@@ -48,7 +50,7 @@ test-matrix: ## The same tests with each Python from 3.10 to 3.14 that is instal
 	bash scripts/matrix.sh $(FIVE) $(PYTEST_ARGS)
 
 soak: $(STAMP) ## Very many of each: operations against a model, kills, random inputs, 64 clients for ten minutes (hours; DUALFORM_SOAK=0.1 for a tenth)
-	DUALFORM_SOAK=$(or $(DUALFORM_SOAK),1) $(BIN)/python -m pytest --capture=no --timeout=14400 $(SOAK) $(PYTEST_ARGS)
+	$(if $(SOAK_IN),TMPDIR=$(SOAK_IN)) DUALFORM_SOAK=$(or $(DUALFORM_SOAK),1) $(BIN)/python -m pytest --capture=no --timeout=14400 -o tmp_path_retention_policy=failed $(SOAK) $(PYTEST_ARGS)
 
 interop: $(STAMP) ## Clients of others, Node's and grpc-requests, ask every rpc over TLS with a token (needs node, npm and openssl; installs into build/)
 	mkdir -p build/interop

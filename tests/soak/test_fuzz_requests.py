@@ -31,7 +31,8 @@ from dualform.engine.rows.filters import evaluate
 from dualform.v1 import attribution_pb2 as pb
 
 from .counts import count, seeds, tell
-from .fuzzing import D_IN, D_OUT, KINDS, STEPS, Maker, valid
+from .fuzzing import D_IN, D_OUT, KINDS, STEPS, Maker
+from .opinions import valid
 
 ROWS = 40
 MOST_SECONDS = 5.0
@@ -93,6 +94,13 @@ def check_shapes(request: Any, response: Any) -> None:
         assert (shape[0], shape[-1]) == (request.queries.shape[0], request.k)
         assert len(response.rows.data) == 8 * np.prod(shape)
         assert 0 <= response.coverage.rows <= response.coverage.total == ROWS
+    elif isinstance(request, pb.TopGroupsRequest):
+        assert list(response.scores.shape) == [request.queries.shape[0], request.k]
+        assert list(response.counts.shape) == list(response.scores.shape)
+    elif isinstance(request, pb.AttributeRequest):
+        assert list(response.rows.shape) == [request.inputs, len(request.layers)]
+        assert response.scores.shape[0] == request.inputs
+        assert not request.k or response.scores.shape[1] == request.k
     elif isinstance(request, (pb.SumsRequest, pb.DualOutputRequest)):
         assert response.values.shape[0] == request.queries.shape[0]
     elif isinstance(request, pb.ExplainRequest):

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +29,7 @@ from dualform.store.recording import Recording
 
 from .counts import SEED, count, tell
 from .forking import Forks, alive, kill
-from .training import FILTERS, batch, queries
+from .training import FILTERS, Memory, batch, queries
 from .workers import PAYLOADS, trained
 
 KILLS_OF_ONE = 8
@@ -129,9 +130,15 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@lru_cache(maxsize=1)
+def everything_recorded() -> Memory:
+    """What `recording` holds."""
+    return trained(0, 400, copies=True).memory()
+
+
 def check_index(path: Path) -> None:
     """Every file is as written, and the answers are the definition's."""
-    memory, asked = trained(0, 400).memory(), queries(3, 2)
+    memory, asked = everything_recorded(), queries(3, 2)
     with Index.open(path, device="cpu") as index:
         index.verify_files()
         assert index.damage is None
@@ -180,7 +187,7 @@ def test_servers(forks: Forks, recording: Path, tmp_path: Path) -> None:
     versions = tmp_path / "versions"
     for name, rows in (("a", 64), ("b", 1000)):
         build_index(recording, versions / name, shard_rows=rows)
-    memory, asked = trained(0, 400).memory(), queries(5, 2)
+    memory, asked = everything_recorded(), queries(5, 2)
     best = memory.best(memory.scores(asked)[0], np.ones(memory.rows, bool), 5, "largest", None)
     answered = 0
 

@@ -53,9 +53,10 @@ def queries(seed: int, n: int) -> np.ndarray:
 
 
 class Trainer:
-    """One linear layer and SGD with momentum; a copy of both after every step."""
+    """One linear layer and SGD with momentum; a copy of both after every step, unless told not."""
 
-    def __init__(self, seed: int, lr: float, momentum: float) -> None:
+    def __init__(self, seed: int, lr: float, momentum: float, *, copies: bool = True) -> None:
+        self._copies = copies
         torch.manual_seed(seed)
         self.model = nn.Sequential(nn.Linear(D_IN, D_OUT))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr, momentum=momentum)
@@ -73,7 +74,8 @@ class Trainer:
         (output * torch.from_numpy(rows.targets)).sum().backward()
         self.optimizer.step()
         self.batches.append(rows)
-        self.saved.append(self._state())
+        if self._copies:
+            self.saved.append(self._state())
 
     def back_to(self, step: int) -> Trainer:
         """Another trainer, loaded from the checkpoint after so many steps."""

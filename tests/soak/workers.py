@@ -23,9 +23,9 @@ PAYLOADS = 3
 """Steps between payloads."""
 
 
-def trained(seed: int, steps: int) -> Trainer:
+def trained(seed: int, steps: int, *, copies: bool = False) -> Trainer:
     """The run of this seed, which always goes the same way, up to so many steps."""
-    trainer = Trainer(seed, LR, MOMENTUM)
+    trainer = Trainer(seed, LR, MOMENTUM, copies=copies)
     for step in range(steps):
         trainer.step(batch(seed * 10_000 + step))
     return trainer
