@@ -17,9 +17,12 @@ from synthetic import make_index
 import dualform.index.build as index_build
 import dualform.index.sketch as index_sketch
 from dualform.engine import Index
+from dualform.engine.devices import flat as engine_flat
+from dualform.engine.errors import CancelledError
 from dualform.engine.memory import shards as engine_shards
 from dualform.engine.topk import scoring as engine_scoring
 from dualform.engine.topk import top_k as engine_top_k
+from dualform.questions.questions import TopKQuestion
 
 ORDERS = ("largest", "smallest", "absolute")
 
@@ -57,6 +60,7 @@ def memories(draw: st.DrawFn) -> dict[str, object]:
         "shard_rows": draw(st.sampled_from([1, 7, 1000])),
         "tile": draw(st.sampled_from([4, 1 << 22])),
         "faiss": draw(st.booleans()),
+        "products": draw(st.sampled_from([30, 1 << 31])),
         "directions": draw(st.sampled_from([0, 1, 2])),
     }
 
@@ -76,6 +80,8 @@ def test_any_split_equals_rational_arithmetic(case: dict) -> None:
         patch.setattr(engine_top_k, "RESCORE_ROWS", 8)
         patch.setattr(engine_scoring, "MANY_KEYS", case["many"])
         patch.setattr(engine_scoring, "KEYS_TOGETHER", 5)
+        patch.setattr(engine_flat, "PRODUCTS", case["products"])
+        patch.setattr(engine_flat, "_ROWS_PER_HIT", 0)
         path = make_index(
             Path(directory), keys, None, shard_rows=case["shard_rows"], label=case["label"]
         )
@@ -189,3 +195,36 @@ def test_columns_come_with_the_rows(memory: tuple[Path, np.ndarray]) -> None:
         labels, np.broadcast_to(np.arange(10)[None, :, None], labels.shape)
     )
     np.testing.assert_array_equal(steps, hits.rows // 128)
+
+
+def test_giving_up_stops_faiss_and_exact_scores_midway(memory: tuple[Path, np.ndarray]) -> None:
+    """However long they take in all, a caller who gives up waits for a piece of them."""
+    path, keys = memory
+    queries = keys[:64]
+    for k, strategy in ((5, "flat"), (2000, "scan")):
+        asked = 0
+
+        def stop() -> bool:
+            nonlocal asked
+            asked += 1
+            return asked > most  # noqa: B023
+
+        with Index.open(path, device="cpu") as index, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine_flat, "PRODUCTS", 1 << 20)
+            most = 10**9
+            question = TopKQuestion("fc", queries, k, strategy=strategy)
+            index.ask(question, stop)
+            whole, most = asked, asked - 2
+            assert whole > 20
+            asked = 0
+            with pytest.raises(CancelledError):
+                index.ask(question, stop)
+
+
+@pytest.mark.parametrize("k", [1, 42, 532, 2080])
+@pytest.mark.parametrize("queries", [1, 8, 64, 256])
+def test_a_call_of_faiss_is_short_and_pieces_are_not_all_hits(queries: int, k: int) -> None:
+    rows, together = engine_flat.piece(1 << 16, queries, 800, k)
+    assert 1 <= together <= queries
+    assert rows * together * 800 <= 2 * engine_flat.PRODUCTS
+    assert rows >= min(1 << 16, 15 * k)

@@ -187,6 +187,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     with serving({"i": index}, metrics=address) as served:
         served.stub.TopK(pb.TopKRequest(layer="fc", k=1, queries=tensor(keys[:1])))
+        served.server._scans.stopped("TopK", 0.01)
         with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as response:
             text = response.read().decode()
     return set(re.findall(r"^(?:# TYPE )?([a-z_]+)[ {]", text, re.M))

@@ -96,3 +96,21 @@ def test_as_many_files_may_be_open_as_the_system_allows() -> None:
         "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(hard, 65536))"
     )
     assert done.stdout == "True\n", done.stderr
+
+
+def test_collections_do_not_look_at_what_was_imported() -> None:
+    code = """
+import gc, sys
+from dualform.serve import policy
+policy.apply()
+import torch, dualform.serve.server
+gc.collect()
+before = len(gc.get_objects())
+policy.settle()
+print(before, len(gc.get_objects()), sys.getswitchinterval())
+"""
+    done = python(code)
+    before, after, interval = done.stdout.split()
+    assert int(before) > 100_000
+    assert int(after) < int(before) / 100
+    assert float(interval) < 0.001

@@ -114,6 +114,12 @@ def test_metrics_have_their_official_names(measured: tuple[Served, str]) -> None
     assert samples[name, (method, ("grpc_status", "INVALID_ARGUMENT"))] == 1
     assert samples["dualform_rows_covered_total", (("index", "i"),)] == 3 * ROWS
     assert samples["dualform_scans_waiting", ()] == 0
+    served.server._scans.stopped("TopK", 0.07)
+    with urllib.request.urlopen(url, timeout=10) as response:
+        text = response.read().decode()
+    given_up = 'dualform_stopped_seconds_bucket{grpc_method="%s",le="%s"}'
+    assert f"{given_up % (method[1], 0.065)} 0.0" in text
+    assert f"{given_up % (method[1], 0.08)} 1.0" in text
     assert samples["process_resident_memory_bytes", ()] > 1e6
     assert samples["process_open_fds", ()] > 3
     version = served.catalog.version("i")

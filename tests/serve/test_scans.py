@@ -95,7 +95,9 @@ def test_a_full_queue_refuses_and_recovers() -> None:
 def test_giving_up_stops_the_scan_and_keeps_its_place_until_it_has_stopped() -> None:
     async def main() -> None:
         queue, gate = ScanQueue(1, 10), Gate()
-        first = asyncio.create_task(queue.run(gate.scan))
+        went_on: list[tuple[str, float]] = []
+        queue.stopped = lambda what, seconds: went_on.append((what, seconds))
+        first = asyncio.create_task(queue.run(gate.scan, what="first"))
         await gate.until(lambda: gate.running == 1)
         second = asyncio.create_task(queue.run(gate.scan))
         first.cancel()
@@ -106,6 +108,9 @@ def test_giving_up_stops_the_scan_and_keeps_its_place_until_it_has_stopped() -> 
         gate.open.set()
         assert await second == "answer"
         queue.close()
+        ((what, seconds),) = went_on  # the second was not given up
+        assert what == "first"
+        assert 0 < seconds < 10
 
     asyncio.run(main())
 

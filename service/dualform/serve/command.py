@@ -120,6 +120,7 @@ async def _serve(
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])
     try:
         address = await server.start()
+        policy.settle()
         print(f"listening on {address}", flush=True)
         async with Explorer(config.explore, address) if config.explore else nullcontext():
             await stop.wait()

@@ -89,9 +89,9 @@ class JoinedScans:
             if not batch.started:
                 self._scans.leave(asker.client)
                 batch.members.remove(member)
-                if not batch.members and batch.task is not None:
-                    batch.task.cancel()
-                    self._close(key, batch)
+            if batch.task is not None and all(other.gone for other in batch.members):
+                batch.task.cancel()  # no matter where it has ended
+                self._close(key, batch)
 
     async def _work(self, key: bytes, batch: _Batch) -> None:
         while (running := self._running.get(key)) is not None:
@@ -105,10 +105,8 @@ class JoinedScans:
             for member in batch.members:
                 self._scans.leave(member.asker.client)
 
-        def answer(_: Stop) -> Sequence[Any]:
-            members = batch.members
-            requests = [member.request for member in members]
-            return self._answer(requests, lambda: all(member.gone for member in members))
+        def answer(stop: Stop) -> Sequence[Any]:
+            return self._answer([member.request for member in batch.members], stop)
 
         try:
             # Whoever came first pays for all.

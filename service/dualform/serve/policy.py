@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import sys
 
@@ -22,6 +23,7 @@ ARROW_POOL = "ARROW_DEFAULT_MEMORY_POOL"
 HEAPS = "MALLOC_ARENA_MAX"
 
 _DESCRIPTORS = 1 << 16
+_SWITCH_S = 0.0005
 
 # M_ARENA_MAX of glibc's malloc.h.
 _M_ARENA_MAX = -8
@@ -49,6 +51,19 @@ def apply(threads: int | None = None) -> None:
     _allow_descriptors()
     if HEAPS not in os.environ:
         _limit_heaps(2)
+
+
+def settle() -> None:
+    """Once everything is imported and open: let nothing hold the event loop up for long.
+
+    A thread that computes in Python hands the interpreter over after half a millisecond instead of
+    five: between a health check's arrival and its answer the loop needs it several times. And a
+    garbage collection that looks at all that was imported, a million objects, takes a quarter of a
+    second in which nothing else runs: from here on it looks at what came later alone.
+    """
+    sys.setswitchinterval(_SWITCH_S)
+    gc.collect()
+    gc.freeze()
 
 
 def _allow_descriptors() -> None:

@@ -137,6 +137,11 @@ def facts_of(call: Call) -> dict[str, Any]:
     }
 
 
+def _full(method: str) -> str:
+    """As gRPC's metrics call it."""
+    return f"dualform.v1.AttributionService/{method}"
+
+
 def _word(value: Any) -> str:
     """As it is, or in quotes where it could be taken for more than one word."""
     text = str(value)
@@ -206,6 +211,14 @@ class _Metrics:
             buckets=_BUCKETS,
             registry=registry,
         )
+        self._stopped = prometheus.Histogram(
+            "dualform_stopped_seconds",
+            "How long a scan went on after its callers had given up.",
+            method,
+            buckets=_BUCKETS,
+            registry=registry,
+        )
+        scans.stopped = self._went_on
         self._rows = prometheus.Counter(
             "dualform_rows_covered", "Rows that answers covered.", ("index",), registry=registry
         )
@@ -254,8 +267,11 @@ class _Metrics:
             prometheus.Gauge(name, text, registry=registry).set_function(value)
         self._server: Any = None
 
+    def _went_on(self, what: str, seconds: float) -> None:
+        self._stopped.labels(_full(what)).observe(seconds)
+
     def count(self, call: Call) -> None:
-        method = f"dualform.v1.AttributionService/{call.method}"
+        method = _full(call.method)
         self._duration.labels(method, call.code).observe(time.monotonic() - call.began)
         if call.asker.computed_s:
             self._queued.labels(method).observe(call.asker.queued_s)

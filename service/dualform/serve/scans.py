@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -34,6 +33,24 @@ CHEAP_S = 0.05
 _UNKNOWN_S = 0.1
 _LOOK_AGAIN_S = 0.01
 _MOST_CLOCKS = 1024
+
+
+class _GivenUp:
+    """Whether a scan's caller has given up, and since when; thread-safe."""
+
+    def __init__(self) -> None:
+        self._at: float | None = None
+
+    def __call__(self) -> bool:
+        return self._at is not None
+
+    def now(self) -> None:
+        self._at = time.monotonic()
+
+    @property
+    def seconds(self) -> float | None:
+        """How long ago; None where it has not."""
+        return None if self._at is None else time.monotonic() - self._at
 
 
 @dataclass(eq=False)
@@ -72,6 +89,10 @@ class ScanQueue:
 
     Of the places to wait an eighth is left to other clients than the one that has the most.
     Belongs to the event loop that first awaits `run`.
+
+    Attributes:
+        stopped: Told of each scan whose caller gave up, once it has ended: what it was, and how
+            many seconds it went on. Called in the scan's thread.
     """
 
     def __init__(self, concurrent: int, queued: int) -> None:
@@ -82,6 +103,7 @@ class ScanQueue:
         self._streams: Counter[str] = Counter()
         self._pool = ThreadPoolExecutor(concurrent + 1, thread_name_prefix="scan")
         self._seconds = _UNKNOWN_S
+        self.stopped: Callable[[str, float], None] = lambda what, seconds: None
 
     @property
     def waiting(self) -> int:
@@ -133,13 +155,15 @@ class ScanQueue:
                 self.leave(asker.client)
         starting()
         asker.queued_s = time.monotonic() - came
-        stop = threading.Event()
+        stop = _GivenUp()
         loop, expected = asyncio.get_running_loop(), asker.expected_s
 
         def timed() -> T | Refusal:
             begin = time.monotonic()
-            found = or_refusal(what, lambda: scan(stop.is_set))
+            found = or_refusal(what, lambda: scan(stop))
             seconds = time.monotonic() - begin
+            if (went_on := stop.seconds) is not None:
+                self.stopped(what, went_on)
             self._seconds += 0.2 * (seconds - self._seconds)
             asker.computed_s += seconds
             _in(loop, self._places.charge, asker.client, seconds - expected)
@@ -154,7 +178,7 @@ class ScanQueue:
         try:
             return await answer
         finally:
-            stop.set()
+            stop.now()
             # An exception that it holds holds this frame.
             del answer, future
 

@@ -18,6 +18,12 @@ from dualform.engine.memory.shards import Shard, Stop, check_stop
 MAX_K = 2048
 """Above this FAISS's heaps cost more than the scan they save."""
 
+PRODUCTS = 1 << 31
+"""Of two numbers, in one call of FAISS, which cannot be interrupted: some 60 ms of a core."""
+
+_MANY = 128
+_ROWS_PER_HIT = 16
+
 
 def search(
     shard: Shard, queries: torch.Tensor, k: int, stop: Stop | None
@@ -28,10 +34,10 @@ def search(
         shard: All of its keys finite.
         queries: float32 [n, d].
         k: Rows per query; cut to the shard's rows.
-        stop: Asked before the search.
+        stop: Asked before each call of FAISS.
 
     Returns:
-        Scores, float32 [n, k], descending, and the rows' places in the shard, int64 [n, k].
+        Scores, float32 [n, k], the least last, and the rows' places in the shard, int64 [n, k].
     """
     check_stop(stop)
     import faiss
@@ -43,10 +49,40 @@ def search(
     # process, which somebody else may have changed since the last search.
     if hasattr(faiss.cvar, "distance_compute_blas_threshold"):
         faiss.cvar.distance_compute_blas_threshold = 1
-    scores, places = faiss.knn(
-        queries.numpy(), keys, min(k, shard.rows), metric=faiss.METRIC_INNER_PRODUCT
-    )
-    return np.asarray(scores), np.asarray(places)
+    k = min(k, shard.rows)
+    rows, together = piece(shard.rows, len(queries), keys.shape[1], k)
+    scores = np.empty((len(queries), k), np.float32)
+    places = np.empty((len(queries), k), np.int64)
+    for start in range(0, len(queries), together):
+        block = slice(start, start + together)
+        found = []
+        for first in range(0, shard.rows, rows):
+            check_stop(stop)
+            some = keys[first : first + rows]
+            best, inside = faiss.knn(
+                queries[block].numpy(), some, min(k, len(some)), metric=faiss.METRIC_INNER_PRODUCT
+            )
+            found.append((np.asarray(best), np.asarray(inside) + first))
+        scores[block], places[block] = found[0] if len(found) == 1 else _best(found, k)
+    return scores, places
+
+
+def piece(rows: int, queries: int, width: int, k: int) -> tuple[int, int]:
+    """How many rows and queries of these go into one call: pieces of rows as equal as can be, and
+    none so small that most of its rows are hits; then of queries. With many hits, which are found
+    once more in each piece, twice as many."""
+    products = 2 * PRODUCTS if k > _MANY else PRODUCTS
+    most = max(products // (queries * width), _ROWS_PER_HIT * k, 1)
+    each = -(-rows // -(-rows // most))
+    return each, max(1, min(queries, products // (each * width)))
+
+
+def _best(found: list[tuple[np.ndarray, np.ndarray]], k: int) -> tuple[np.ndarray, np.ndarray]:
+    """The k largest of each query's scores in several pieces, the least last, and their places."""
+    scores, places = (np.concatenate(parts, axis=1) for parts in zip(*found, strict=True))
+    least = scores.shape[1] - k
+    kept = np.argpartition(scores, least, axis=1)[:, least:][:, ::-1]
+    return np.take_along_axis(scores, kept, axis=1), np.take_along_axis(places, kept, axis=1)
 
 
 def _of_one(

@@ -102,7 +102,7 @@ class DeviceScan:
         )
 
     def _run_block(self, queries: torch.Tensor, selected: np.ndarray) -> Hits:
-        best = TopK(queries, self._ranking, self._layer)
+        best = TopK(queries, self._ranking, self._layer, self._stop)
         k = min(MAX_K, self._ranking.k + max(_SLACK, self._ranking.k // 8))
         which = np.arange(len(queries))
         last, searched = self._propose(queries, k, selected, best, which)

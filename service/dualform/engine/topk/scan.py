@@ -129,7 +129,7 @@ class Scan:
         return Hits.join(blocks)
 
     def _run_block(self, queries: torch.Tensor, ranking: Ranking, selected: np.ndarray) -> Hits:
-        best = TopK(queries, ranking, self._layer)
+        best = TopK(queries, ranking, self._layer, self._stop)
         self.propose(queries, ranking, selected, best)
         return best.result()
 

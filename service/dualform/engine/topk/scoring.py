@@ -10,6 +10,7 @@ import torch
 from dualform.engine.memory.exact import ExactDots
 from dualform.engine.memory.float64 import lengths
 from dualform.engine.memory.layer import Layer
+from dualform.engine.memory.shards import Stop, check_stop
 from dualform.engine.memory.tiles import Tile
 from dualform.engine.topk.candidates import Candidates
 from dualform.engine.topk.contribution import Contribution
@@ -30,6 +31,7 @@ class Scores:
         layer: Where candidates can be read; None without.
         longest: At least the norm of the layer's finite keys.
         cosine: The cosine is scored in place of the weight.
+        stop: Asked between some keys and the next.
     """
 
     def __init__(
@@ -39,7 +41,9 @@ class Scores:
         layer: Layer | None,
         longest: float,
         cosine: bool = False,
+        stop: Stop | None = None,
     ) -> None:
+        self._stop = stop
         self._longest = longest
         self._lengths = lengths(queries.numpy()) if cosine else None
         self._queries = queries
@@ -102,6 +106,7 @@ class Scores:
             room: Float32 and float64 [at least n, d_in], to compute in.
         """
         assert self._layer is not None
+        check_stop(self._stop)
         positions = part.positions[which]
         keys = self._layer.keys_at(positions, room[0])
         dots = ExactDots(keys, self._queries[query], self._longest, room[1])
@@ -119,6 +124,7 @@ class Scores:
         if not len(which):
             return
         assert self._layer is not None
+        check_stop(self._stop)
         positions, place = np.unique(part.positions[which], return_inverse=True)
         keys = self._layer.keys_at(positions)[torch.from_numpy(place)]
         dots = ExactDots(keys, self._queries[torch.from_numpy(queries)], self._longest)

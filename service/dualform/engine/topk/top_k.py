@@ -19,6 +19,7 @@ import torch
 
 from dualform.engine.memory.exact import error_bound
 from dualform.engine.memory.layer import Layer
+from dualform.engine.memory.shards import Stop
 from dualform.engine.memory.tiles import Tile
 from dualform.engine.rows.groups import Groups
 from dualform.engine.topk.candidates import Candidates, Kept
@@ -74,6 +75,7 @@ class TopK:
         queries: float32 [n, d_in], finite.
         ranking: What is ranked.
         layer: Where its rows can be read again; None where tiles are gone once they are taken.
+        stop: Asked while rows are read again.
 
     Attributes:
         values: Whether it needs the tiles' values.
@@ -82,7 +84,13 @@ class TopK:
         error: float64 [n], how far a float32 attention weight can be from the exact one for these.
     """
 
-    def __init__(self, queries: torch.Tensor, ranking: Ranking, layer: Layer | None = None) -> None:
+    def __init__(
+        self,
+        queries: torch.Tensor,
+        ranking: Ranking,
+        layer: Layer | None = None,
+        stop: Stop | None = None,
+    ) -> None:
         self.values = ranking.contribution is not None
         self._layer = layer
         self._queries = queries
@@ -99,7 +107,7 @@ class TopK:
         shards = () if layer is None else layer.shards
         self.longest = max((shard.max_norm for shard in shards), default=0.0)
         self._scores = Scores(
-            queries, ranking.contribution, layer, self.longest, cosine=ranking.cosine
+            queries, ranking.contribution, layer, self.longest, cosine=ranking.cosine, stop=stop
         )
         self._bound = (self.longest, error_bound(queries.shape[1], self._norms, self.longest))
         self.error = self._bound[1].numpy()
