@@ -1,7 +1,7 @@
 """What the recorder adds to a training loop: the same training with and without it, alternated.
 
     python -m benchmarks recorder [--data MNIST_DIR] [--blocks 10] [--steps 100]
-        [--momentum 0.9 --clip 1] [--optimizer adamw] [--json OUT]
+        [--momentum 0.9 --clip 1] [--optimizer adamw] [--pack] [--json OUT]
 
 One process trains two identical copies of the paper's network (784-800-800-10, batch 128) in
 alternating blocks, the order of the two changing from block to block; only one of them is recorded.
@@ -90,9 +90,11 @@ class Run:
         return 1000 * cpu / steps, 1000 * wall / steps
 
 
-def measure(plain: Run, recorded: Run, out: Path, blocks: int, steps: int) -> Result:
+def measure(
+    plain: Run, recorded: Run, out: Path, blocks: int, steps: int, pack: bool = False
+) -> Result:
     """Alternate blocks of both loops, which must be alike, and compare them."""
-    recorded.recorder = Recorder(recorded.model, recorded.optimizer, out)
+    recorded.recorder = Recorder(recorded.model, recorded.optimizer, out, pack=pack)
     runs = (plain, recorded)
     for run in runs:
         run.train(max(20, steps // 4))
@@ -136,6 +138,7 @@ def main() -> None:
     parser.add_argument("--optimizer", choices=("sgd", "adamw"), default="sgd")
     parser.add_argument("--momentum", type=float, default=0.0, help="SGD's")
     parser.add_argument("--clip", type=float, default=0.0, help="largest norm of the gradient")
+    parser.add_argument("--pack", action="store_true", help="record packed")
     parser.add_argument("--threads", type=int, help="torch threads (default: torch's own choice)")
     parser.add_argument("--out", type=Path, help="where to record (default: a temporary folder)")
     parser.add_argument("--json", type=Path, help="also write the result here")
@@ -149,7 +152,9 @@ def main() -> None:
             Run(inputs, labels, arguments.optimizer, arguments.momentum, arguments.clip)
             for _ in range(2)
         )
-        result = measure(plain, recorded, folder / "run", arguments.blocks, arguments.steps)
+        result = measure(
+            plain, recorded, folder / "run", arguments.blocks, arguments.steps, arguments.pack
+        )
     finally:
         shutil.rmtree(folder)
     for name, value in asdict(result).items():

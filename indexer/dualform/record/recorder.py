@@ -87,7 +87,7 @@ class Recorder:
             marked; zero rows add nothing. How many there were is kept.
         pack: Pack keys and values on their way to disk, bit for bit, each layer's by the way that
             is the shortest for them: about half of a network with ReLU is left. Takes processor
-            time, in the writing thread.
+            time, in the writing thread; `dualform record pack` does the same after training.
 
     Raises:
         OptionError: `every`, `sample`, `seed`, `zero_rows` or `pack` has no such value.

@@ -39,7 +39,7 @@ from dualform.store.recording_records import RecordReader
 from dualform.store.recording_segments import committed
 from dualform.store.row_metadata import row_schema
 from dualform.store.sampling import counted
-from dualform.store.segment_table import PassRecord, SegmentTable, Span, segment_name
+from dualform.store.segment_table import PassRecord, SegmentTable, Span
 
 __all__ = [
     "InexactMark",
@@ -228,7 +228,7 @@ class Recording:
         Returns before it has, mostly; whoever reads passes out of order saves waiting for the disk.
         """
         if hasattr(os, "posix_fadvise"):
-            fd = os.open(self._directory / segment_name(segment, "bin"), os.O_RDONLY)
+            fd = os.open(self._records.path(segment), os.O_RDONLY)
             try:
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
             finally:
@@ -361,7 +361,7 @@ class Recording:
         try:
             view[:] = _bytes(kind.widen(self._stored(record, span), d))
         except ValueError as error:
-            path = self._directory / segment_name(record.segment, "bin")
+            path = self._records.path(record.segment)
             what = f"the record at byte {span.offset:,} is not {span.encoding} ({error})"
             raise DamagedError(path, what, RERECORD) from None
 

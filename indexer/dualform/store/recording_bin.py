@@ -48,6 +48,9 @@ class BinFile:
         path: Made with the first bytes that are written, or by `finish`.
         packer: What packs records; None where they stay as they are. Its segment begins.
         segment: Its number.
+
+    Attributes:
+        written: Bytes that are on disk.
     """
 
     def __init__(self, path: Path, packer: Packer | None = None, segment: int = 0) -> None:
@@ -56,7 +59,7 @@ class BinFile:
         self._fd: int | None = None
         self._pending: list[memoryview] = []
         self._placed = 0  # bytes of these and of what is on disk
-        self._written = 0
+        self.written = 0
         if packer is not None:
             packer.begin_segment(segment)
 
@@ -98,8 +101,8 @@ class BinFile:
         self._gather()
         if not self._pending:
             return
-        write_at(self._opened(), self._pending, self._written)
-        self._written = self._placed
+        write_at(self._opened(), self._pending, self.written)
+        self.written = self._placed
         self._pending = []
 
     def finish(self) -> int:

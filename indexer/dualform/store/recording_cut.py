@@ -6,6 +6,7 @@ between, but never complete. What no table names any more is removed at the end.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -61,7 +62,7 @@ def cut_recording(recording: Recording, step: int) -> list[SegmentTable]:
     if kept and cut != last:
         cut.save(directory, layers)
         kept[-1] = cut
-    _sweep(path, kept)
+    sweep(path, kept)
     return kept
 
 
@@ -94,11 +95,11 @@ def _cut(directory: Path, segment: SegmentTable, step: int) -> SegmentTable:
     )
 
 
-def _sweep(path: Path, kept: list[SegmentTable]) -> None:
+def sweep(path: Path, kept: Sequence[SegmentTable]) -> None:
     """Remove the files that no segment names."""
     segments, examples = set(), set()
     for segment in kept:
-        segments |= {segment_name(segment.number, suffix) for suffix in ("bin", "json")}
+        segments |= {segment_name(segment.number, "json"), segment.bin}
         segments |= {segment.rows.name, segment.ledger.name}
         segments |= {file.name for _, file in segment.states}
         examples |= {file.name for file in segment.examples}

@@ -16,7 +16,7 @@ from dualform.store.packing import MOST_BYTES, PLAIN, unpack
 from dualform.store.recording_again import AGAIN, Again
 from dualform.store.recording_again import MOST_BYTES as MOST_KEPT
 from dualform.store.recording_format import RERECORD
-from dualform.store.segment_table import SegmentTable, Span, segment_name
+from dualform.store.segment_table import SegmentTable, Span
 
 _Place = tuple[int, int]
 """A segment, and where a record of keys starts in its .bin file."""
@@ -59,6 +59,18 @@ class RecordReader:
             whole = self._unpack(segment, span, data, span.packing, out)
         if not whole or digest(out) != span.xxh3:
             raise self._damaged(segment, span, "is not the one that was written")
+
+    def addresses(self, segment: int, span: Span, rows: int) -> np.ndarray:
+        """Where the rows of a record of keys lie that come again, `ADDRESS` [rows].
+
+        Raises:
+            DamagedError: It can't be read.
+        """
+        return self._again(segment, span, rows).addresses
+
+    def path(self, segment: int) -> Path:
+        """A segment's .bin file."""
+        return self._directory / self._segments[segment].bin
 
     def close(self) -> None:
         """Let go of the open file and of rows; reading goes on with them again."""
@@ -171,8 +183,7 @@ class RecordReader:
             if self._open is not None:
                 os.close(self._open[1])
                 self._open = None
-            path = self._directory / segment_name(segment, "bin")
-            self._open = segment, os.open(path, os.O_RDONLY)
+            self._open = segment, os.open(self.path(segment), os.O_RDONLY)
         done = 0
         while done < len(out):
             count = os.preadv(self._open[1], [out[done:]], offset + done)
@@ -182,5 +193,6 @@ class RecordReader:
         return True
 
     def _damaged(self, segment: int, span: Span, what: str) -> DamagedError:
-        path = self._directory / segment_name(segment, "bin")
-        return DamagedError(path, f"the record at byte {span.offset:,} {what}", RERECORD)
+        return DamagedError(
+            self.path(segment), f"the record at byte {span.offset:,} {what}", RERECORD
+        )

@@ -90,7 +90,7 @@ def _load_segment(path: Path, number: int, manifest: RecordingManifest) -> Segme
     directory = path / SEGMENTS
     name = directory / segment_name(number, "json")
     segment = SegmentTable.load(name, manifest.layers)
-    entry = FileEntry(segment_name(number, "bin"), segment.bin_bytes, "")
+    entry = FileEntry(segment.bin, segment.bin_bytes, "")
     for part in (entry, segment.rows, segment.ledger, *(file for _, file in segment.states)):
         check_size(directory, part, RERECORD)
     check_size(path, segment.initial, RERECORD)

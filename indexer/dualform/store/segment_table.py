@@ -91,6 +91,7 @@ class SegmentTable:
         steps: How many steps it holds; 0 where it only carries marks or examples.
         initial: The file of the initial state, the same in every segment.
         bin_bytes: Size of its .bin file; each record has its own digest.
+        bin: That file's name; empty for the usual one.
         rows: The row metadata file.
         ledger: The ledger file.
         passes: In row order per layer: layer name and record.
@@ -119,6 +120,11 @@ class SegmentTable:
     examples: Sequence[FileEntry]
     states: Sequence[tuple[int, FileEntry]] = ()
     dropped: Sequence[DroppedRows] = ()
+    bin: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.bin:
+            object.__setattr__(self, "bin", segment_name(self.number, "bin"))
 
     def save(self, directory: Path, layers: Mapping[str, LayerSpec]) -> None:
         """Write the segment's .json atomically into `directory`: this commits the segment."""
@@ -137,6 +143,8 @@ class SegmentTable:
             "examples": [entry.to_json() for entry in self.examples],
             "states": [{"step": step, "file": file.to_json()} for step, file in self.states],
         }
+        if self.bin != segment_name(self.number, "bin"):
+            data["bin"] = self.bin
         if self.dropped:
             data["dropped"] = dropped_columns(self.dropped, list(layers))
         write_sealed(directory / segment_name(self.number, "json"), data)
@@ -195,9 +203,11 @@ def _segment_table(data: Fields, layers: Sequence[LayerSpec]) -> SegmentTable:
         dropped=read_dropped(
             data, [spec.name for spec in layers], range(first_step, first_step + steps)
         ),
+        bin=data.text("bin") if data.has("bin") else "",
     )
     for called, files, start in (
         ("initial", [table.initial], INITIAL),
+        ("bin", [FileEntry(table.bin, 0, "")], f"{number:06d}."),
         ("rows", [table.rows], f"{number:06d}."),
         ("ledger", [table.ledger], f"{number:06d}."),
         ("states", [file for _, file in table.states], f"{number:06d}."),
