@@ -206,8 +206,67 @@ def test_data_replaced(tmp_path: Path, momentum: float) -> None:
 
     train(tmp_path / "r", data, momentum=momentum)
     (mark,) = Recording.open(tmp_path / "r").marks["0"]
-    assert mark.from_step <= CHANGED
+    assert mark.from_step == CHANGED - 1
     assert "weights changed" in mark.reason
+
+
+def blind_to(change: torch.Tensor, u: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """As much of a change as u'(change)v does not see."""
+    return change - (u @ change @ v) / (u @ u * (v @ v)) * torch.outer(u, v)
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_change_that_probes_cannot_see(tmp_path: Path, make: type[torch.optim.Optimizer]) -> None:
+    """By the recorder's own u and v; by chance this was so in one of a thousand runs."""
+    model = network()
+    optimizer = make(model.parameters(), lr=0.01)  # type: ignore[call-arg]
+    with Recorder(model, optimizer, tmp_path / "r") as recorder:
+        check = recorder._layers[0]._check  # type: ignore[union-attr]
+        u, v = (torch.from_numpy(vector).double() for vector in (check.u, check.v))
+        for step in range(STEPS):
+            if step == CHANGED:
+                weight = model[0].weight.detach().double()
+                model[0].weight.data = (weight + 1e-3 * blind_to(weight, u, v)).float()
+            optimizer.zero_grad()
+            model(torch.randn(16, 12)).square().mean().backward()
+            optimizer.step()
+    (mark,) = Recording.open(tmp_path / "r").marks["0"]
+    assert mark.from_step == CHANGED - 1
+    assert "weights changed" in mark.reason
+
+
+@pytest.mark.parametrize("element", range(0, 48, 5))
+def test_every_element_of_a_small_parameter_is_looked_at(tmp_path: Path, element: int) -> None:
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with Recorder(model, optimizer, tmp_path / "r"):
+        for step in range(6):
+            if step == 4:
+                with torch.no_grad():
+                    model[4].weight.view(-1)[element] += 0.1
+            optimizer.zero_grad()
+            model(torch.randn(16, 12)).square().mean().backward()
+            optimizer.step()
+    (mark,) = Recording.open(tmp_path / "r").marks["4"]
+    assert mark.from_step == 3
+
+
+def test_weights_that_come_back_before_the_step(tmp_path: Path) -> None:
+    """Averaged weights are swapped in to be evaluated, and out again: nothing changed."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    with Recorder(model, optimizer, tmp_path / "r"):
+        for _ in range(STEPS):
+            kept = {name: value.clone() for name, value in model.state_dict().items()}
+            model.load_state_dict({name: value * 0.9 for name, value in kept.items()})
+            with torch.no_grad():
+                model(torch.randn(4, 12))
+            model.load_state_dict(kept)
+            optimizer.zero_grad()
+            model(torch.randn(16, 12)).square().mean().backward()
+            optimizer.step()
+    assert Recording.open(tmp_path / "r").marks == {"0": [], "2": [], "4": []}
+    reading.assert_rebuilds(tmp_path / "r")
 
 
 def test_a_layer_that_the_optimizer_no_longer_holds_stands_still(tmp_path: Path) -> None:

@@ -121,8 +121,8 @@ class GradientCheck:
         weight_2d: A weight, its gradient or its buffer as [d_out, d_in].
 
     Attributes:
-        u: float32 [d_out], standard normal, on the host.
-        v: float32 [d_in], standard normal, on the host.
+        u: float32 [d_out], on the host: of mean square 1, no element near zero.
+        v: float32 [d_in], likewise.
     """
 
     def __init__(
@@ -132,8 +132,7 @@ class GradientCheck:
         random: np.random.Generator,
         weight_2d: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
-        self.u = random.standard_normal(d_out, np.float32)
-        self.v = random.standard_normal(d_in, np.float32)
+        self.u, self.v = _direction(random, d_out), _direction(random, d_in)
         self._u64 = self.u.astype(np.float64)
         self._random = random
         self._weight_2d = weight_2d
@@ -250,6 +249,13 @@ class GradientCheck:
         # No factor explains it; the weight's, which was measured, is the likeliest: under autocast
         # the bias's sum is rounded, and its clipping is the weight's all the same.
         return Verdict(True, False, scale, probe, "clipped" if plateau else "mismatch")
+
+
+def _direction(random: np.random.Generator, length: int) -> np.ndarray:
+    """Random signs times 0.5 to 1.5: no element is so small that what is wrong with one unit or one
+    input could hide behind it. Scaled to a mean square of 1."""
+    direction: np.ndarray = random.uniform(0.5, 1.5, length) * random.choice((-1.0, 1.0), length)
+    return np.asarray(direction / math.sqrt(13 / 12), np.float32)
 
 
 def _square(matrix: np.ndarray) -> float:

@@ -1,5 +1,6 @@
-"""Did the weights move as the ledger says, where no one coefficient tells? A sample of elements.
+"""Did the weights move as the ledger says? A sample of elements.
 
+Between two steps weights stand still, so a sample has to be bit for bit what the last step left.
 Families whose transitions are elementwise are followed on a few elements of each parameter, drawn
 by the recorder's own generator: their gradients are kept at every step, and now and then all
 parameters are followed at once, in float64, from what they last were.
@@ -38,31 +39,76 @@ class _Entry(NamedTuple):
     factor: float
 
 
+class Sample:
+    """Some of a parameter's elements, drawn once: all different, and all of a small parameter.
+
+    Args:
+        random: The recorder's own generator.
+        parameter: Whose.
+    """
+
+    def __init__(self, random: np.random.Generator, parameter: torch.Tensor) -> None:
+        numel = parameter.numel()
+        if numel > SAMPLE:
+            self._elements = random.choice(numel, SAMPLE, replace=False, shuffle=False)
+        else:
+            self._elements = np.resize(np.arange(numel), SAMPLE)
+        self._at: dict[torch.device, torch.Tensor] = {}
+        self._left: np.ndarray | torch.Tensor | None = None
+
+    def copy(self, tensor: torch.Tensor) -> np.ndarray | torch.Tensor:
+        """The elements, [SAMPLE], where the tensor lies: nothing waits for a device."""
+        host = host_array(tensor)
+        if host is not None and host.flags.c_contiguous:
+            taken: np.ndarray = host.reshape(-1)[self._elements]
+            return taken
+        return self.take(tensor)
+
+    def take(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same as a tensor."""
+        device = tensor.device
+        if device not in self._at:
+            self._at[device] = torch.from_numpy(self._elements).to(device)
+        return torch.take(tensor.detach(), self._at[device])
+
+    def leave(self, parameter: torch.Tensor) -> None:
+        """A step has run: this is what it left."""
+        self._left = self.copy(parameter)
+
+    def stood_still(self, parameter: torch.Tensor) -> bool:
+        """Whether the elements are, bit for bit, what the last step left; True before the first."""
+        left, now = self._left, self.copy(parameter)
+        if left is None:
+            return True
+        if isinstance(left, np.ndarray) and isinstance(now, np.ndarray):
+            return left.tobytes() == now.tobytes()
+        left, now = (torch.as_tensor(x).cpu() for x in (left, now))
+        return torch.equal(left.view(torch.int32), now.view(torch.int32))
+
+
 class SampledElements:
     """Predicts the sampled elements of all parameters of an optimizer.
 
     Args:
         family: The optimizer's, elementwise.
-        random: The recorder's own generator.
     """
 
-    def __init__(self, family: Family, random: np.random.Generator) -> None:
+    def __init__(self, family: Family) -> None:
         self.family = family
-        self._random = random
         self._probes = 0
         self._waiting: list[_Entry] = []
         self._state: dict[str, torch.Tensor] = {}
         self._sizes: dict[str, torch.Tensor] = {}
         self._missing: list[set[str]] = []
 
-    def probe(self, parameter: torch.Tensor) -> ElementProbe:
-        """Follow one more parameter."""
+    def probe(self, sample: Sample) -> ElementProbe:
+        """Follow one more parameter, at some of its elements."""
         number, self._probes = self._probes, self._probes + 1
         zeros = torch.from_numpy(np.zeros((self._probes, SAMPLE)))
         for name in ("weight", *self.family.buffers):
             self._state[name], self._sizes[name] = zeros.clone(), zeros.clone()
         self._missing.append(set())
-        return ElementProbe(self, number, self._random.integers(0, parameter.numel(), SAMPLE))
+        return ElementProbe(self, number, sample)
 
     def wait(self, entry: _Entry) -> None:
         """A step has run: it is followed when somebody asks."""
@@ -135,26 +181,21 @@ class ElementProbe:
     Args:
         sampled: Where all are followed.
         number: Of this parameter there.
-        elements: int64 [SAMPLE], places in the flattened parameter.
+        sample: Its elements.
 
     Attributes:
         since: The step at which they were last looked at; -1 before the first time.
     """
 
-    def __init__(self, sampled: SampledElements, number: int, elements: np.ndarray) -> None:
+    def __init__(self, sampled: SampledElements, number: int, sample: Sample) -> None:
         self.since = -1
         self._sampled = sampled
         self._number = number
-        self._elements = elements
-        self._at: dict[torch.device, torch.Tensor] = {}
+        self._sample = sample
 
     def gradient(self, tensor: torch.Tensor) -> np.ndarray | torch.Tensor:
         """The gradient's elements, where it lies: nothing waits for a device."""
-        host = host_array(tensor)
-        if host is not None and host.flags.c_contiguous:
-            taken: np.ndarray = host.reshape(-1)[self._elements]
-            return taken
-        return self._take(tensor)
+        return self._sample.copy(tensor)
 
     def follow(self, row: LedgerRow, gradient: np.ndarray | torch.Tensor, factor: float) -> None:
         """A step has run.
@@ -170,10 +211,10 @@ class ElementProbe:
         self, parameter: torch.Tensor, buffers: Mapping[str, torch.Tensor]
     ) -> dict[str, np.ndarray]:
         """The real elements, float64, of a parameter as "weight" and of its buffers."""
-        taken = {"weight": self._take(parameter)}
+        taken = {"weight": self._sample.take(parameter)}
         for name, buffer in buffers.items():
             if buffer.shape == parameter.shape:
-                taken[name] = self._take(buffer)
+                taken[name] = self._sample.take(buffer)
         device = parameter.device
         together = (
             torch.stack([tensor.double().to(device) for tensor in taken.values()]).cpu().numpy()
@@ -189,12 +230,6 @@ class ElementProbe:
         """Take the real elements as they are."""
         self.since = step
         self._sampled.reset(self._number, real)
-
-    def _take(self, tensor: torch.Tensor) -> torch.Tensor:
-        device = tensor.device
-        if device not in self._at:
-            self._at[device] = torch.from_numpy(self._elements).to(device)
-        return torch.take(tensor.detach(), self._at[device])
 
 
 def _host(entries: list[_Entry]) -> np.ndarray:

@@ -138,6 +138,11 @@ class JoinedLayer:
         marks = [part.check_weights(step) for part in self._parts]
         return next((mark for mark in marks if mark is not None), None)
 
+    def check_still(self, step: int) -> InexactMark | None:
+        """See that no product's weights moved since the last step."""
+        marks = [part.check_still(step) for part in self._parts]
+        return next((mark for mark in marks if mark is not None), None)
+
     def advance(self) -> None:
         """The step has run."""
         for item in self.kept:

@@ -13,7 +13,7 @@ from dualform.layers import ProductKind
 from dualform.record.buffers import kept_as
 from dualform.record.capture import LayerCapture, Tape
 from dualform.record.check import GradientCheck, Sides, Verdict, bias_norms, weight_norms
-from dualform.record.elements import ElementProbe, SampledElements
+from dualform.record.elements import ElementProbe, Sample, SampledElements
 from dualform.record.errors import CaptureError
 from dualform.record.optimizer import OptimizerView
 from dualform.record.passes import Pass
@@ -89,9 +89,10 @@ class RecordedLayer:
         self._changes: set[str] = set()
         self._kept_as = {name: (p.shape, p.dtype) for name, p in self.parameters.items()}
         self._probes = {name: WeightProbe() for name in self.parameters}
+        self._samples = {name: Sample(random, p) for name, p in self.parameters.items()}
         self._elements: dict[str, ElementProbe] = {}
         if _by_elements(optimizer, tape.ranked):
-            self._elements = {name: sampled.probe(p) for name, p in self.parameters.items()}
+            self._elements = {name: sampled.probe(s) for name, s in self._samples.items()}
         self._gradients: dict[str, np.ndarray | torch.Tensor] = {}
         self._kernel = 1.0
         self._single = weight.dtype == torch.float32
@@ -214,12 +215,31 @@ class RecordedLayer:
         """
         if not self._follow_weights:
             return None
+        moved = self.check_still(step)
+        if moved is not None:
+            return moved
         since, agree, finite = self._look(step)
         if agree and finite:
             return None
-        self._follow_weights = self._exact = False
-        what = WEIGHTS_CHANGED if finite else "the weights are no longer finite"
-        return InexactMark(since, f"{what} (between step {since} and step {step})")
+        return self._changed(since, step, finite)
+
+    def check_still(self, step: int) -> InexactMark | None:
+        """See that weights did not move since the last step: due at every step, as it costs little.
+
+        Args:
+            step: How many steps there were.
+        """
+        if not self._follow_weights:
+            return None
+        moved = [
+            sample.copy(self.parameters[name])
+            for name, sample in self._samples.items()
+            if not sample.stood_still(self.parameters[name])
+        ]
+        if not moved:
+            return None
+        finite = all(bool(torch.as_tensor(elements).isfinite().all()) for elements in moved)
+        return self._changed(step - 1, step, finite)
 
     def advance(self) -> None:
         """The step has run: follow it, and let go of its rows."""
@@ -229,6 +249,8 @@ class RecordedLayer:
         self.kept = []
         if not self._follow_weights:
             return
+        for name, sample in self._samples.items():
+            sample.leave(self.parameters[name])
         if not self._elements and self._optimizer.family.scalar:
             self._unfollowed += self._rows
         for row, _, _ in self._rows:
@@ -236,6 +258,11 @@ class RecordedLayer:
             if gradient is not None:
                 self._elements[row.parameter].follow(row, gradient, self._kernel)
         self._gradients = {}
+
+    def _changed(self, since: int, step: int, finite: bool) -> InexactMark:
+        self._follow_weights = self._exact = False
+        what = WEIGHTS_CHANGED if finite else "the weights are no longer finite"
+        return InexactMark(since, f"{what} (between step {since} and step {step})")
 
     def _watches(
         self,

@@ -131,7 +131,7 @@ class Recorder:
         if self._replica.rank is not None:
             self._tape.averaged = self._averaged
         random = np.random.default_rng()
-        sampled = SampledElements(self._optimizer.family, random)
+        sampled = SampledElements(self._optimizer.family)
         self._layers: list[_Layer] = [
             (JoinedLayer if item.parts else RecordedLayer)(
                 item, self._optimizer, self._tape, random, sampled
@@ -317,8 +317,8 @@ class Recorder:
         self._mark_other_than_mean()
         for layer in self._layers:
             self._mark(layer, layer.check_parameters(step))
-            if step == self._first_step or step % layer.check_every == 0:
-                self._mark(layer, layer.check_weights(step))
+            due = step == self._first_step or step % layer.check_every == 0
+            self._mark(layer, layer.check_weights(step) if due else layer.check_still(step))
             rows, mark = layer.judge(step)
             ledger.extend(rows)
             self._mark(layer, mark)
