@@ -15,7 +15,7 @@ from rows_read import rows_read
 from soak.counts import count
 from synthetic import make_index
 
-import dualform.index.build as index_build
+import dualform.index.plan as index_plan
 import dualform.index.sketch as index_sketch
 from dualform.engine import Index
 from dualform.engine.errors import InvalidArgumentError
@@ -77,7 +77,7 @@ def test_equals_rational_arithmetic(case: dict[str, Any]) -> None:
     where = None if start is None else at_least("user", start)
     allowed = finite if start is None else finite & (user >= start)
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(index_build, "MIN_D_IN", 1 if case["directions"] else 1 << 30)
+        patch.setattr(index_plan, "MIN_D_IN", 1 if case["directions"] else 1 << 30)
         patch.setattr(index_sketch, "DIRECTIONS", case["directions"])
         patch.setattr(distinct_keys, "_MORE_KEYS", case["more"])
         path = make_index(

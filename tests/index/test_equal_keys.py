@@ -84,7 +84,7 @@ def test_no_more_keys_are_remembered_than_may_be(
     keys = np.random.default_rng(1).standard_normal((30, 3)).astype(np.float32)
     keys = keys[np.arange(300) % 30]
     for most in (29, 30):
-        monkeypatch.setattr("dualform.index.build.MOST_KEYS", most)
+        monkeypatch.setattr("dualform.index.plan.MOST_KEYS", most)
         path = make_index(tmp_path / str(most), keys, None, shard_rows=20)
         assert (found(path) is None) == (most == 29)
 

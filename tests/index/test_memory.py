@@ -57,10 +57,10 @@ def test_one_layer_at_a_time_is_what_all_at_once_are(
 
 
 def test_so_are_sums_by_coefficients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each number in float64, and a float32 product."""
+    """Each number and its momentum in float64; for all of them a product and its multiple."""
     digits.record(tmp_path / "recording")
     build_index(tmp_path / "recording", tmp_path / "wide", parts=["label"])
-    monkeypatch.setattr(row_sum, "MOST_MEMORY", 11 * LARGEST * 12)
+    monkeypatch.setattr(row_sum, "MOST_MEMORY", LARGEST * (11 * 16 + 12))
     build_index(tmp_path / "recording", tmp_path / "narrow", parts=["label"])
     assert files(tmp_path / "narrow") == files(tmp_path / "wide")
 

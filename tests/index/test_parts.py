@@ -93,8 +93,9 @@ def test_what_cannot_be_kept_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
     refused(recording, index, ["position"], "no row has a value of column 'position'")
     with pytest.raises(ValueError, match="leave out --parts"):
         build_index(recording, index, parts=["label"], values=False)
-    # Of the whole and of three parts, each number in float64, and a float32 product.
-    needed = (1 + 3) * D_IN * D_OUT * (8 + 4)
+    # Of the whole and of three parts, each number and its momentum in float64; a float32 product
+    # and its multiple.
+    needed = D_IN * D_OUT * ((1 + 3) * (8 + 8) + 4 + 8)
     monkeypatch.setattr(row_sum, "MOST_MEMORY", needed - 1)
     refused(
         recording,

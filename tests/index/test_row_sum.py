@@ -10,9 +10,8 @@ from safetensors.numpy import load_file
 from synthetic import make_index
 
 from dualform.index import build_index
-from dualform.index.row_sum import TILE_ROWS, RowSum
+from dualform.index.row_sum import TILE_ROWS, Chunk, RowSum, Way
 from dualform.store import IndexManifest
-from dualform.store.ledger import Coefficients
 from dualform.store.recording import LayerSpec
 
 D_IN, D_OUT, LR, MOMENTUM = 40, 30, 0.1, 0.9
@@ -58,17 +57,20 @@ def test_it_is_the_sum_of_the_rows(tmp_path: Path, rows_per_step: int, shard_row
 
 def test_bias_and_weight_have_their_own_coefficients() -> None:
     spec = LayerSpec("fc", "linear", 3, 2, "w", "b", "float32")
-    row_sum = RowSum(
-        spec,
-        Coefficients(1.0, 0.0, np.array([0.5, 2.0])),
-        Coefficients(1.0, 0.0, np.array([3.0, -1.0])),
+    stays = ((1.0, 0.0), (0.0, 1.0))
+    row_sum = RowSum(spec)
+    row_sum.begin(
+        Chunk(
+            0,
+            Way(stays, np.array([0.5, 2.0]), np.zeros(2)),
+            Way(stays, np.array([3.0, -1.0]), np.zeros(2)),
+        )
     )
     keys = np.arange(12, dtype=np.float32).reshape(4, 3)
     values = np.array([[1, 2], [3, 4], [5, 6], [7, 8]], np.float32)
     row_sum.add(0, keys[:3], values[:3])
     row_sum.add(1, keys[3:], values[3:])
-    found = row_sum.result()
-    assert found is not None
+    found = row_sum.sums()
     factors = np.array([0.5, 0.5, 0.5, 2.0])
     np.testing.assert_allclose(found["w"], (values * factors[:, None]).T @ keys, rtol=1e-6)
     np.testing.assert_allclose(found["b"], 3 * values[:3].sum(0) - values[3], rtol=1e-6)

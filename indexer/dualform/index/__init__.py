@@ -1,6 +1,7 @@
 """From a recording to an index: streamed, grouped by (task, label), checksummed, published."""
 
-from dualform.index.build import SHARD_ROWS, build_index
+from dualform.index.build import build_index
 from dualform.index.errors import BuildError
+from dualform.index.plan import SHARD_ROWS
 
 __all__ = ["SHARD_ROWS", "BuildError", "build_index"]

@@ -2,25 +2,24 @@
 
 A shard's part of the recording is read twice, for keys and for values. While this thread puts them
 in the order of the sidecar, another sums up what the engine must know of the keys, and with the
-values what the rows add up to. Once all shards are written, what was gathered is written too.
+values what the rows add up to. What belongs to no shard is written by finish.py.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
-from safetensors.numpy import save as save_safetensors
 
 from dualform.index.background import BackgroundWorker
-from dualform.index.equal_keys import EqualKeysWriter, digests
+from dualform.index.equal_keys import digests
 from dualform.index.errors import BuildError
 from dualform.index.key_summary import KeySummary
-from dualform.index.parts import ColumnGroups, write_parts
 from dualform.index.row_spaces import Space
 from dualform.index.row_sum import FollowedSum, RowSums
 from dualform.index.shards import ShardFile, ShardWriter
@@ -28,13 +27,7 @@ from dualform.index.sidecar import Order
 from dualform.index.sketch import sketch
 from dualform.store.encoding import FLOAT32, ONE_HOT, Encoding, Half, encoding
 from dualform.store.files import FileEntry, write_atomic
-from dualform.store.index_parts import (
-    IndexLayer,
-    LayerShard,
-    StoredParts,
-    layer_file,
-    shard_file,
-)
+from dualform.store.index_parts import LayerShard, shard_file
 from dualform.store.ledger import InexactMark
 from dualform.store.recording import LayerSpec, PassRecord, Recording
 
@@ -119,6 +112,36 @@ class LayerSource:
             rows = self.read(self.passes[i], values=values)[first - begin : last - begin]
             yield self.passes[i], slice(first - start, last - start), rows
 
+    def steps(self, space: Space, start: int, stop: int) -> tuple[int, int]:
+        """The steps of rows [start, stop): the first, and the one after the last."""
+        passes = space.passes_in(start, stop)
+        return self.passes[passes[0]].step, self.passes[passes[-1]].step + 1
+
+    def add_rows(
+        self,
+        row_sum: RowSums | FollowedSum,
+        space: Space,
+        start: int,
+        stop: int,
+        parts: np.ndarray,
+    ) -> None:
+        """Take a shard's rows [start, stop) to what all add up to, as `LayerWriter` does.
+
+        Args:
+            row_sum: What takes them.
+            space: The layer's row space.
+            start, stop: The shard's rows.
+            parts: int32 [columns, rows], the stored parts of each.
+        """
+        row_sum.begin(*self.steps(space, start, stop))
+        both = (self.pieces(space, start, stop, values=values) for values in (False, True))
+        for (record, inside, keys), (_, _, values) in zip(*both, strict=True):
+            wide = self.encodings[1].widen(values, self.spec.d_out)
+            for part in _wide_parts(self.encodings[0], self.spec.d_in, len(keys)):
+                where = slice(inside.start + part.start, inside.start + part.stop)
+                some = self.encodings[0].widen(keys[part], self.spec.d_in)
+                row_sum.add(record.step, some, wide[part], parts[:, where])
+
 
 def _encodings(passes: Sequence[PassRecord]) -> tuple[Encoding, Encoding]:
     spans = ([record.keys for record in passes], [record.values for record in passes])
@@ -156,8 +179,21 @@ class _PendingShard:
         )
 
 
+class Digests(Protocol):
+    """Takes the digests of keys.
+
+    Attributes:
+        pays: False where nobody wants them any more.
+    """
+
+    pays: bool
+
+    def add(self, hashes: np.ndarray) -> None:
+        """Take a shard's, S16 [n], by position."""
+
+
 class LayerWriter:
-    """Writes one layer's files: `write_shard` for each shard, `add_state`, then `finish`.
+    """Writes a layer's shards: `write_shard` for each, then `wait`.
 
     Args:
         directory: The index's.
@@ -177,7 +213,7 @@ class LayerWriter:
         values: bool,
         directions: np.ndarray | None,
         row_sum: RowSums | FollowedSum | None,
-        equal_keys: EqualKeysWriter,
+        equal_keys: Digests,
         advance: Callable[[int], None],
     ) -> None:
         self._directory = directory
@@ -189,8 +225,6 @@ class LayerWriter:
         self._equal_keys = equal_keys
         self._advance = advance
         self._pending: list[_PendingShard] = []
-        self._shards: tuple[LayerShard, ...] = ()
-        self._states: list[tuple[int, FileEntry]] = []
 
     def write_shard(self, writer: ShardWriter, space: Space, order: Order) -> None:
         """Fill and hand over the keys, then the values, of the shard whose rows lie so."""
@@ -227,6 +261,8 @@ class LayerWriter:
 
         def fill_values(file: ShardFile) -> None:
             row_sum = self._row_sum
+            if row_sum is not None:
+                row_sum.begin(*self._source.steps(space, order.start, order.stop))
 
             def add(step: int, inside: slice, rows: np.ndarray) -> None:
                 assert row_sum is not None
@@ -251,111 +287,26 @@ class LayerWriter:
         keys_file.let_go()
         entry = sums = None
         if sketches is not None:
-            entry = self._write_array(shard_file(spec.name, order.number, "sketch.npy"), sketches)
+            entry = write_array(
+                self._directory, shard_file(spec.name, order.number, "sketch.npy"), sketches
+            )
         if summary.sums is not None:
             name = shard_file(spec.name, order.number, "sums.npy")
-            sums = self._write_array(name, summary.sums)
+            sums = write_array(self._directory, name, summary.sums)
         self._pending.append(_PendingShard(keys, values, entry, sums, summary))
 
-    def add_up(
-        self, row_sum: RowSums | FollowedSum, parts: Callable[[int, int], np.ndarray]
-    ) -> None:
-        """Take all rows to what they add up to, from the recording: they are read again.
-
-        Args:
-            row_sum: What takes them.
-            parts: The stored parts of the rows of a pass, by its number and its rows': int32
-                [columns, rows].
-        """
-        self._row_sum = row_sum
-        for number, record in enumerate(self._source.passes):
-            keys, values = (
-                encoded.widen(self._source.read(record, values=which))
-                for which, encoded in zip((False, True), self._source.encodings, strict=True)
-            )
-            row_sum.add(record.step, keys, values, parts(number, record.rows))
-
-    def wait(self) -> None:
-        """Wait until the files of all shards are written. Raises what writing them raised."""
-        self._shards = tuple(shard.result() for shard in self._pending)
-        self._pending.clear()
-
-    def add_state(self, step: int, state: Mapping[str, np.ndarray]) -> None:
-        """Write the state after so many steps, if the recording kept the layer's."""
-        if self._spec.weight in state:
-            self._states.append((step, self._write_state(f"states-{step}", state)))
-
-    def finish(
-        self,
-        space: int,
-        groups: Sequence[ColumnGroups],
-        inexact: Sequence[InexactMark],
-        initial: Mapping[str, np.ndarray],
-        final: Mapping[str, np.ndarray] | None,
-        dropped: Mapping[str, int],
-    ) -> IndexLayer:
-        """Write what belongs to no shard.
-
-        Args:
-            space: The number of the layer's row space.
-            groups: Of the columns whose parts are kept.
-            inexact: The layer's marks.
-            initial: The recording's state before the first step.
-            final: After the last; None where the recording was cut off.
-            dropped: How many rows were not recorded, by reason.
+    def wait(self) -> tuple[LayerShard, ...]:
+        """Wait until the files of all shards are written. Raises what writing them raised.
 
         Returns:
-            What the manifest says of the layer.
+            What the manifest says of them.
         """
-        spec, directions = self._spec, self._directions
-        rebuilt, parts = self._write_row_sum(groups)
-        name = layer_file(spec.name, "directions.npy")
-        return IndexLayer(
-            name=spec.name,
-            kind=spec.kind,
-            d_in=spec.d_in,
-            d_out=spec.d_out,
-            weight=spec.weight,
-            bias=spec.bias,
-            space=space,
-            values=self._values,
-            inexact=tuple(inexact),
-            directions=None if directions is None else self._write_array(name, directions),
-            initial=self._write_state("initial", initial),
-            final=None if final is None else self._write_state("final", final),
-            states=tuple(self._states),
-            shards=self._shards,
-            rebuilt=rebuilt,
-            equal_keys=self._equal_keys.result(),
-            key_encoding=self._source.encodings[0].name,
-            value_encoding=self._source.encodings[1].name,
-            parts=parts,
-            dropped=dropped,
-        )
+        return tuple(shard.result() for shard in self._pending)
 
-    def _write_row_sum(
-        self, groups: Sequence[ColumnGroups]
-    ) -> tuple[FileEntry | None, tuple[StoredParts, ...]]:
-        """What all rows add up to, and the parts of it that are kept; both are then let go."""
-        row_sum, self._row_sum = self._row_sum, None
-        total = None if row_sum is None else row_sum.result()
-        if row_sum is None or total is None:
-            return None, ()
-        parts = write_parts(self._directory, self._spec, groups, row_sum.parts())
-        return self._write_state("rebuilt", total), parts
 
-    def _write_array(self, name: str, array: np.ndarray) -> FileEntry:
-        sink = io.BytesIO()
-        np.save(sink, array, allow_pickle=False)
-        entry = write_atomic(self._directory / name, sink.getvalue())
-        return FileEntry(name, entry.bytes, entry.xxh3)
-
-    def _write_state(self, which: str, state: Mapping[str, np.ndarray]) -> FileEntry:
-        """The layer's weight, bias and optimizer buffers, by the names the recording uses."""
-        spec = self._spec
-        parameters = [spec.weight] + ([] if spec.bias is None else [spec.bias])
-        names = [n for n in state if n in parameters or n.partition(":")[2] in parameters]
-        data = save_safetensors({n: np.ascontiguousarray(state[n]) for n in names})
-        name = layer_file(spec.name, f"{which}.safetensors")
-        entry = write_atomic(self._directory / name, data)
-        return FileEntry(name, entry.bytes, entry.xxh3)
+def write_array(directory: Path, name: str, array: np.ndarray) -> FileEntry:
+    """Write a .npy file below an index under construction."""
+    sink = io.BytesIO()
+    np.save(sink, array, allow_pickle=False)
+    entry = write_atomic(directory / name, sink.getvalue())
+    return FileEntry(name, entry.bytes, entry.xxh3)

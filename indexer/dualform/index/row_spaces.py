@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
+import pyarrow as pa
 
-from dualform.store.index import SpaceShard
 from dualform.store.recording import Recording
 
 
@@ -19,15 +20,11 @@ class Space:
         layers: Their names.
         blocks: Each pass's block of metadata.
         starts: int64 [passes + 1], the row at which each pass starts, and the number of rows.
-        shards: What was written so far.
-        asked_for: The last segment that was asked to be read ahead.
     """
 
     layers: list[str]
     blocks: list[int]
     starts: np.ndarray
-    shards: list[SpaceShard] = field(default_factory=list)
-    asked_for: int = -1
 
     @property
     def rows(self) -> int:
@@ -38,6 +35,22 @@ class Space:
         first = int(np.searchsorted(self.starts, start, side="right")) - 1
         last = int(np.searchsorted(self.starts, stop, side="left"))
         return range(first, last)
+
+    def inside(self, start: int, stop: int) -> Iterator[slice]:
+        """Of each pass that overlaps rows [start, stop), which of these rows are its."""
+        for i in self.passes_in(start, stop):
+            first, last = int(self.starts[i]), int(self.starts[i + 1])
+            yield slice(max(first, start) - start, min(last, stop) - start)
+
+    def metadata(self, source: Recording, start: int, stop: int) -> pa.Table:
+        """The metadata of rows [start, stop).
+
+        Raises:
+            DamagedError: The recording's metadata is not what was written.
+        """
+        passes = self.passes_in(start, stop)
+        table = source.read_rows([self.blocks[i] for i in passes])
+        return table.slice(start - int(self.starts[passes[0]]), stop - start)
 
 
 def row_spaces(source: Recording) -> list[Space]:

@@ -52,10 +52,11 @@ def write_sidecar(
     plan: PartsPlan,
     number: int,
     space: Space,
+    shard: int,
     start: int,
     stop: int,
-) -> Order:
-    """Write the sidecar of a shard and add it to the space's.
+) -> tuple[Order, SpaceShard]:
+    """Write the sidecar of a shard.
 
     Args:
         directory: The index's.
@@ -63,15 +64,17 @@ def write_sidecar(
         plan: Whose groups become `Order.parts`.
         number: The row space's.
         space: The row space.
+        shard: The shard's number in it.
         start: The shard's first row.
         stop: The row after its last.
+
+    Returns:
+        How its rows lie, and what the manifest says of it.
 
     Raises:
         DamagedError: The recording's metadata is not what was written.
     """
-    passes = space.passes_in(start, stop)
-    table = source.read_rows([space.blocks[i] for i in passes])
-    table = table.slice(start - int(space.starts[passes[0]]), stop - start)
+    table = space.metadata(source, start, stop)
     codes = {
         name: group(table[name].combine_chunks()).codes
         for name in ("label", "task")
@@ -82,10 +85,9 @@ def write_sidecar(
     task, label = (codes[name][order] if name in codes else None for name in ("task", "label"))
     row = pa.array(np.arange(start, stop)[order])
     table = table.take(pa.array(order)).combine_chunks().add_column(0, "row", row)
-    shard = len(space.shards)
     name = sidecar_file(number, shard)
     entry = write_atomic(directory / name, write_parquet(table))
-    space.shards.append(SpaceShard(FileEntry(name, entry.bytes, entry.xxh3), start, stop - start))
     positions = np.empty(stop - start, np.int64)
     positions[order] = np.arange(stop - start)
-    return Order(shard, start, stop, positions, runs(task, label, stop - start), parts)
+    lie = Order(shard, start, stop, positions, runs(task, label, stop - start), parts)
+    return lie, SpaceShard(FileEntry(name, entry.bytes, entry.xxh3), start, stop - start)

@@ -6,6 +6,7 @@ with a gradient of zero, or not at all where the ledger says that the parameter 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -85,6 +86,15 @@ class ParameterRun:
     def add_part(self) -> None:
         """One more part, which had no rows so far."""
         self.parts.append(self._trajectory.empty())
+
+    def go_on(self, rows: Sequence[Row]) -> None:
+        """Later steps have been taken: the parameter's ledger, which begins with what it was."""
+        self._rows = rows
+
+    def copied(self) -> ParameterRun:
+        """Another that goes its own way from here."""
+        shared = (self._rows, self._trajectory.family)
+        return copy.deepcopy(self, {id(each): each for each in shared})
 
     @property
     def scale(self) -> float:
@@ -184,6 +194,20 @@ class LayerRun:
     def bytes_with(self, parts: int) -> int:
         """Memory that it takes with so many parts."""
         return followed_bytes(self._family, self._numbers, parts)
+
+    def go_on(self, weight: Sequence[Row], bias: Sequence[Row] | None) -> None:
+        """Later steps have been taken: the ledgers, which begin with what they were. They must ask
+        for nothing of the run that those did not (`follows_whole`)."""
+        self._weight.go_on(weight)
+        if self._bias is not None and bias is not None:
+            self._bias.go_on(bias)
+
+    def copied(self) -> LayerRun:
+        """Another that goes its own way from here."""
+        other = copy.copy(self)
+        other._weight = self._weight.copied()
+        other._bias = None if self._bias is None else self._bias.copied()
+        return other
 
     def add_part(self) -> None:
         """One more part, which had no rows so far; parts are numbered as they come."""

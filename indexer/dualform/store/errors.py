@@ -71,6 +71,10 @@ class RanksError(StoreError):
     """Recordings are not those of all processes of one data-parallel run, each once."""
 
 
+class MissingRankError(RanksError):
+    """Some process's recording is not there, or not yet."""
+
+
 class DamagedError(StoreError):
     """A file does not hold what was written.
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dualform.store.errors import RanksError
+from dualform.store.errors import MissingRankError, RanksError
 from dualform.store.fields import Fields
 
 _FOLDER = re.compile(r"rank-([0-9]+)")
@@ -92,7 +92,7 @@ def check_ranks(ranks: Sequence[tuple[Path, Rank | None]]) -> None:
         folder = next(iter(seen.values())).parent
         names = ", ".join(str(rank_folder(folder, rank)) for rank in missing[:3])
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise RanksError(
+        raise MissingRankError(
             f"the run was in {world} processes and {names}{more} "
             f"{'is' if len(missing) == 1 else 'are'} not given: gradients were averaged over all, "
             "so the rows of all are needed; copy it beside the others, and give the folder of the "

@@ -127,6 +127,11 @@ class Recording:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def recordings(self) -> Sequence[Recording]:
+        """Those of all ranks, or this one."""
+        return [self]
+
     def ledger(self) -> Ledger:
         """The ledger of all committed steps, every layer's weight and bias."""
         rows: list[LedgerRow] = []

@@ -99,6 +99,11 @@ class RecordingOfRanks(Recording):
         for part in self._parts:
             part.close()
 
+    @property
+    def recordings(self) -> Sequence[Recording]:
+        """Those of all ranks."""
+        return self._parts
+
     def ledger(self) -> Ledger:
         """The ledger that all ranks have."""
         return self._ledger

@@ -12,6 +12,7 @@ import logging
 import socket
 import threading
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -43,6 +44,8 @@ NOTICE_S = 0.5
 GRACE_S = 30.0
 # For answers that are computed and on their way; open health watches never end by themselves.
 LAST_WRITES_S = 2.0
+LOOK_S = 1.0
+"""How often folders are looked at that versions are published into as they come."""
 MOST_CALLS_OF_A_CONNECTION = 256
 # Health checks and reflection included; whatever is beyond is refused before it is read.
 MOST_CALLS = 2048
@@ -128,6 +131,7 @@ class Server:
             self._admin = AdminServer(config.admin, self.reload_again, self._health)
         self._stopping = threading.Event()
         self._sweeping: asyncio.Task[None] | None = None
+        self._looking: asyncio.Task[None] | None = None
         exempt = [f"/{SERVICE.full_name}/"]
         if config.open_health:
             exempt.append(f"/{HEALTH_SERVICE}/")
@@ -183,6 +187,7 @@ class Server:
         await self._server.start()
         heap.give_back()  # what opening the indexes left
         self._sweeping = asyncio.create_task(self._sweep())
+        self._looking = asyncio.create_task(self._look())
         return f"{listen.rpartition(':')[0]}:{port}"
 
     async def reload_again(self) -> list[Change] | Refusal:
@@ -222,10 +227,25 @@ class Server:
                 Change("indexes", "refused", "", f"the indexes stay as they were: {error}")
             )
         _LOG.info("the configuration was read again")
+        await self._tell(changes)
+        return changes
+
+    async def _tell(self, changes: list[Change]) -> None:
         for change in changes:
             _LOG.log(_LEVELS[change.outcome], "%s", change.detail)
         await self._refresh()
-        return changes
+
+    async def _look(self) -> None:
+        """Take versions over as they are published."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                found = await asyncio.to_thread(self._catalog.take_newer, self._stopping.is_set)
+            except Exception:
+                _LOG.exception("newer versions of indexes could not be looked for")
+                continue
+            if found:
+                await self._tell(found)
 
     def _reload_tokens(self, config: ServerConfig) -> list[Change]:
         try:
@@ -291,6 +311,8 @@ class Server:
             await self._admin.stop()
         if self._sweeping is not None:
             await self._sweeping
+        if self._looking is not None:
+            await _cancelled(self._looking)
         await asyncio.to_thread(self._reports.close)
         await asyncio.to_thread(self._scans.close)
         await asyncio.to_thread(self._catalog.close)
@@ -343,6 +365,12 @@ def _taken(host: str, port: int) -> bool:
             if error.errno == errno.EADDRINUSE:
                 return True
     return False
+
+
+async def _cancelled(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
 
 
 async def _first(*waits: Coroutine[Any, Any, Any]) -> None:

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dualform.cli import devices
+from dualform.cli import devices, follow
 from dualform.cli.errors import CommandError
 from dualform.cli.interruption import Interruption, load_engine
 from dualform.cli.output import Progress, bytes_text, print_json, print_table
@@ -63,6 +63,34 @@ def add_to(commands: Any) -> None:
         help="round float32 keys to 16 bits, for half their disk: layers are marked as rounded, "
         "and the remainder of outputs has what that leaves; keys of 16 bits stay as they are",
     )
+    build.add_argument(
+        "--shard-rows",
+        type=int,
+        default=65_536,
+        metavar="N",
+        help="rows of a shard at most (default 65536); fewer make more files, and more that can be "
+        "made at a time or before training ends",
+    )
+    build.add_argument(
+        "--follow",
+        action="store_true",
+        help="while training runs: publish version after version into the folder INDEX, of what is "
+        "committed by then, until the recording is closed; a server that serves the folder takes "
+        "each over",
+    )
+    build.add_argument(
+        "--every",
+        type=float,
+        metavar="SECONDS",
+        help="with --follow: look for newly committed steps so often (default 5)",
+    )
+    build.add_argument(
+        "--keep",
+        type=int,
+        metavar="N",
+        help="with --follow: so many of the newest versions stay at least (default 2); older ones "
+        "are removed once nobody serves them",
+    )
     build.set_defaults(run=_build, parser=build)
     for name, run, what in (
         ("inspect", _inspect, "show an index's layers, rows and columns"),
@@ -85,6 +113,11 @@ def add_to(commands: Any) -> None:
 
 
 def _build(options: argparse.Namespace) -> int:
+    if options.follow:
+        return follow.run(options)
+    for name in ("every", "keep"):
+        if getattr(options, name) is not None:
+            options.parser.error(f"--{name} goes with --follow")
     started = time.monotonic()
     with Interruption() as interruption, Progress("building", "B") as progress:
         load_engine()
@@ -103,6 +136,7 @@ def _build(options: argparse.Namespace) -> int:
                 options.recording,
                 options.index,
                 values=options.values,
+                shard_rows=options.shard_rows,
                 parts=options.parts,
                 round_keys=options.round_keys,
                 announce=lambda text: print(text, flush=True),

@@ -59,6 +59,7 @@ from dualform.store.files import FileEntry, check_digest, identity
 from dualform.store.index import REBUILD, IndexManifest
 from dualform.store.ledger import Ledger
 from dualform.store.sampling import Sampling
+from dualform.store.versions import Use
 
 _Item = TypeVar("_Item")
 
@@ -80,6 +81,7 @@ class Index(Keywords):
         version: What whoever serves it calls this version.
         devices: Where its rows may lie beside the host's memory.
         machines: On how many others its rows are; 0 where they are here.
+        use: What keeps its files from being removed, as long as somebody has the index.
     """
 
     machines = 0
@@ -95,6 +97,7 @@ class Index(Keywords):
         self.path = path
         self.damage: str | None = None
         self.version = ""
+        self.use: Use | None = None
         self._manifest = IndexManifest.load(path)
         if shards is not None:
             self._manifest = self._manifest.only(shards)
@@ -173,6 +176,7 @@ class Index(Keywords):
     def close(self) -> None:
         """Refuse further questions. Maps are released when the last answer is done."""
         self._closed.set()
+        self.use = None
         self._leave_devices()
 
     @property
@@ -359,6 +363,14 @@ class Index(Keywords):
         """Which columns' stored parts do not add up to what all of a layer's rows do, in words."""
         with self._guarded():
             return parts_off(self.layer(layer).manifest, self._states)
+
+    def adopt(self, before: Index) -> None:
+        """Use the memory of an earlier version where that is of the very same files: what it has
+        read and checked is not read again."""
+        for name, layer in self.layers.items():
+            known = before.layers.get(name)
+            for shard, theirs in zip(layer.shards, known.shards if known else (), strict=False):
+                shard.adopt(theirs)
 
     def verify_files(self, stop: Stop | None = None) -> None:
         """Hash every file against the manifest, and hold what it says of the keys against them.

@@ -12,7 +12,7 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -80,7 +80,7 @@ class ShardFile:
         self._rows: torch.Tensor | None = None
         self._memory: Any = None
         self._identity: tuple[int, ...] = ()
-        self._scattered = False
+        self._scattered = self._adopted = False
         self.path = check_size(directory, entry, REBUILD)
         self._name = str(self.path)
 
@@ -125,6 +125,15 @@ class ShardFile:
             with self._lock:
                 self._check_unchanged()
 
+    def adopt(self, other: ShardFile) -> None:
+        """Use another's memory where it has mapped, and so checked, the very same file."""
+        if self._entry != other._entry or not other._identity:
+            return
+        with suppress(OSError):
+            if identity(os.lstat(self._name)) == other._identity:
+                self._rows, self._memory = other._rows, other._memory
+                self._identity, self._adopted = other._identity, True
+
     def check(self) -> None:
         """Read the whole file, whether it was read before or not.
 
@@ -133,7 +142,8 @@ class ShardFile:
         """
         known = self._rows is not None
         rows = self.rows()
-        if not known:  # it was read just now
+        if not known or self._adopted:  # it was read just now, or for the version before
+            self._adopted = False
             return
         with opened(self._directory, self._entry, REBUILD) as fd:
             check_digest_of(fd, self._directory, self._entry, REBUILD)
@@ -220,6 +230,19 @@ class Shard:
     def files(self) -> list[ShardFile]:
         """Those that it has."""
         return [file for file in (self.keys, self.values, self.sketch) if file is not None]
+
+    def adopt(self, other: Shard) -> None:
+        """Use another version's memory as far as it is of the very same files; what is said of the
+        keys must be the same too."""
+        if self.max_norm != other.max_norm or not np.array_equal(self.finite, other.finite):
+            return
+        for file, theirs in (
+            (self.keys, other.keys),
+            (self.values, other.values),
+            (self.sketch, other.sketch),
+        ):
+            if file is not None and theirs is not None:
+                file.adopt(theirs)
 
     def sketches(self) -> torch.Tensor:
         """Its keys' sketches, float32 [rows, m + 1].

@@ -24,7 +24,7 @@ from dualform.engine.messages import answers, responses
 from dualform.engine.messages.batching import answer_together
 from dualform.engine.messages.limits import Limits
 from dualform.engine.messages.opening import Entry, Here, Opener, errors_translated, opened_entry
-from dualform.engine.messages.versions import Change, Version, version_at
+from dualform.engine.messages.versions import Change, version_at
 from dualform.questions import (
     AttributeQuestion,
     ExamplesQuestion,
@@ -40,6 +40,7 @@ from dualform.questions import (
     question_of,
 )
 from dualform.questions.placement import GPU_MEMORY
+from dualform.store.versions import is_followed, newest
 from dualform.v1 import attribution_pb2 as pb
 
 __all__ = ["Catalog", "Limits"]
@@ -88,8 +89,10 @@ class Catalog:
         self._reloading = threading.Lock()
         # Replaced as a whole, never changed: whoever reads it sees one state.
         self._entries: Mapping[str, Entry] = {
-            name: self._opened(name, version_at(Path(path))) for name, path in paths.items()
+            name: self._opened(name, Path(path)) for name, path in paths.items()
         }
+        self._paths = {name: Path(path) for name, path in paths.items()}
+        self._refused: dict[str, Path] = {}
 
     @property
     def names(self) -> list[str]:
@@ -143,7 +146,37 @@ class Catalog:
                 changes.append(change)
             if stop is None or not stop():
                 self._entries = new
+                self._paths = {name: Path(path) for name, path in paths.items()}
             return changes
+
+    def take_newer(self, stop: Stop | None = None) -> list[Change]:
+        """Serve the newest versions of folders that versions are published into as they come.
+
+        As `reload` does; a newest version that was refused is not tried again.
+
+        Args:
+            stop: As for `reload`.
+
+        Returns:
+            What came of those that there are newer versions of.
+        """
+        changes: list[Change] = []
+        with self._reloading:
+            new = dict(self._entries)
+            for name, path in self._paths.items():
+                found = newest(path) if is_followed(path) else None
+                if found is None or found.resolve() in (
+                    self._entries[name].version.path,
+                    self._refused.get(name),
+                ):
+                    continue
+                new[name], change = self._renewed(name, self._entries[name], path, stop)
+                if change.outcome == "refused":
+                    self._refused[name] = found.resolve()
+                changes.append(change)
+            if changes and (stop is None or not stop()):
+                self._entries = new
+        return changes
 
     def _renewed(
         self, name: str, old: Entry | None, path: Path, stop: Stop | None
@@ -154,7 +187,8 @@ class Catalog:
             return old, Change(
                 what, "kept", version.name, f"{what} is version {version.name} still"
             )
-        entry = self._opened(name, version)
+        entry = self._opened(name, path, None if old is None or not sound else old.index)
+        version = entry.version
         if entry.index is not None:
             with suppress(DataLossError, CancelledError):  # `damage` says it
                 entry.index.verify_files(stop)
@@ -167,8 +201,8 @@ class Catalog:
             return old, Change(what, "refused", before.name, detail)
         return entry, Change(what, "refused", "", f"{what} cannot be served: {entry.damage}")
 
-    def _opened(self, name: str, version: Version) -> Entry:
-        return opened_entry(name, version, self._opener)
+    def _opened(self, name: str, path: Path, before: Index | None = None) -> Entry:
+        return opened_entry(name, path, self._opener, before)
 
     def verify(self, name: str, stop: Stop | None = None) -> None:
         """Hash every file of an index that is open; `damage` then tells what was found.
@@ -256,7 +290,9 @@ class Catalog:
 
     def close(self) -> None:
         """Close every index. Nothing may be answering any more."""
-        for entry in self._entries.values():
+        with self._reloading:
+            entries = self._entries
+        for entry in entries.values():
             if entry.index is not None:
                 entry.index.close()
         self._opener.close()

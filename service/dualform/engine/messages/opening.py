@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Protocol
 
 from dualform.engine.api.index import Index
@@ -18,12 +19,14 @@ from dualform.engine.errors import (
     ResourceExhaustedError,
     ran_out_of_memory,
 )
-from dualform.engine.messages.versions import Version
+from dualform.engine.messages.versions import Version, version_at
 from dualform.store.errors import DamagedError, StoreError, TooManyFilesError, VersionError
 from dualform.store.errors import NotFoundError as StoreNotFoundError
+from dualform.store.versions import Use, is_followed
 from dualform.v1 import attribution_pb2 as pb
 
 _LOG = logging.getLogger("dualform.engine")
+_LOOKS = 5
 
 
 class Opener(Protocol):
@@ -83,13 +86,23 @@ class Entry:
         return pb.HEALTH_SERVING if self.damage is None else pb.HEALTH_DAMAGED
 
 
-def opened_entry(name: str, version: Version, opener: Opener) -> Entry:
-    """Open a version of an index, or say why it cannot be opened: never an error."""
+def opened_entry(name: str, path: Path, opener: Opener, before: Index | None = None) -> Entry:
+    """Open what a path means, or say why it cannot be opened: never an error.
+
+    Args:
+        name: It is served under.
+        path: An index, or a folder of versions.
+        opener: Opens it.
+        before: The version that was served; files that it shares are not read again.
+    """
+    version, use = _used(path)
     path = version.path
     try:
         with errors_translated():
             index = opener.open(version)
-        index.version = version.name
+        index.version, index.use = version.name, use
+        if before is not None:
+            index.adopt(before)
         return Entry(version, index, None)
     except EngineError as error:
         return Entry(version, None, error.detached())
@@ -99,6 +112,20 @@ def opened_entry(name: str, version: Version, opener: Opener) -> Entry:
         # One index must never keep the others from being served.
         _LOG.exception("index %s at %s cannot be opened", name, path)
         return Entry(version, None, DataLossError(f"{path} cannot be opened: {error!r}"))
+
+
+def _used(path: Path) -> tuple[Version, Use | None]:
+    """What a path means; a version of a folder that such are published into as they come is kept
+    from being removed, as long as it is used."""
+    for _ in range(_LOOKS):
+        version = version_at(path)
+        if version.path == path.resolve() or not is_followed(version.path.parent):
+            return version, None
+        try:
+            return version, Use(version.path)
+        except FileNotFoundError:  # removed just now: there is a newer one
+            continue
+    return version_at(path), None
 
 
 @contextmanager

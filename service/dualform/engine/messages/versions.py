@@ -6,8 +6,7 @@ import hashlib
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-_MANIFEST = "manifest.json"
-_PARTIAL = ".partial"
+from dualform.store.versions import MANIFEST, newest
 
 
 class Version(NamedTuple):
@@ -42,22 +41,11 @@ class Change(NamedTuple):
 def version_at(path: Path) -> Version:
     """What to open for a path: an index, or the newest of a folder of indexes.
 
-    The newest is the one whose manifest was written last; a manifest is what is written last. Of
-    two written at the same time it is the later name. Where nothing is complete, the path itself,
-    for whoever opens it to say what is wrong.
+    Where nothing is complete, the path itself, for whoever opens it to say what is wrong.
     """
-    if not (path / _MANIFEST).is_file() and path.is_dir():
-        complete = [
-            (child.stat().st_mtime_ns, child.parent.name, child.parent)
-            for child in path.glob(f"*/{_MANIFEST}")
-            if child.is_file()
-            and not child.parent.name.startswith(".")
-            and not child.parent.name.endswith(_PARTIAL)
-        ]
-        if complete:
-            path = max(complete)[2]
+    path = newest(path)
     try:
-        digest = hashlib.sha256((path / _MANIFEST).read_bytes()).hexdigest()[:12]
+        digest = hashlib.sha256((path / MANIFEST).read_bytes()).hexdigest()[:12]
     except OSError:
         digest = ""
     return Version(path.resolve(), digest)

@@ -1,0 +1,123 @@
+"""`dualform index build --follow`: versions of an index while its recording is being written."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from typing import TYPE_CHECKING
+
+from dualform.cli.errors import CommandError
+from dualform.cli.interruption import Interruption, load_engine
+
+if TYPE_CHECKING:
+    from dualform.index.follow import Follower, Published
+    from dualform.store.recording import Recording
+
+EVERY_S, KEEP = 5.0, 2
+_TRIES = 3
+"""So often in a row a recording may be damaged: one that is being cut back is, for a moment."""
+_STEP_S = 0.2
+
+
+def run(options: argparse.Namespace) -> int:
+    """Publish versions until the recording is closed."""
+    every = EVERY_S if options.every is None else options.every
+    if not (math.isfinite(every) and every > 0):
+        options.parser.error(f"--every is {every:g}; it must be a number of seconds above 0")
+    with Interruption() as interruption:
+        load_engine()
+        import pyarrow
+
+        from dualform.index.follow import Follower
+        from dualform.index.plan import Options
+
+        pyarrow.enable_signal_handlers(False)  # its own make an error of Ctrl-C, or nothing
+        asked = Options(
+            options.values, options.shard_rows, tuple(options.parts), options.round_keys
+        )
+        try:
+            keep = KEEP if options.keep is None else options.keep
+            with Follower(options.index, asked, keep) as follower:
+                _Following(options, follower, interruption).run(every)
+        except ValueError as error:
+            raise CommandError(str(error)) from error
+    return 0
+
+
+class _Following:
+    """Looks at a recording again and again."""
+
+    def __init__(
+        self, options: argparse.Namespace, follower: Follower, interruption: Interruption
+    ) -> None:
+        self._options, self._follower, self._interruption = options, follower, interruption
+        self._said = ""
+        self._damaged = 0
+
+    def run(self, every: float) -> None:
+        """Until the recording is closed and published."""
+        while True:
+            began = time.monotonic()
+            if self._look():
+                return
+            # At most half of the time goes into versions, however long one takes.
+            until = time.monotonic() + max(every, time.monotonic() - began)
+            while (left := until - time.monotonic()) > 0:
+                self._interruption.check()
+                time.sleep(min(left, _STEP_S))
+
+    def _look(self) -> bool:
+        """Publish what is new; whether that was all."""
+        from dualform.store.errors import DamagedError, MissingRankError, NotFoundError
+        from dualform.store.recording_ranks import open_recordings
+
+        began = time.monotonic()
+        try:
+            with open_recordings(self._options.recording) as source:
+                found = self._follower.publish(source, self._progress)
+                if found is not None:
+                    self._tell(found, time.monotonic() - began)
+                self._damaged = 0
+                self._say(_waits(source))
+                return source.complete
+        except (NotFoundError, MissingRankError) as error:
+            self._say(f"waiting for training to begin: {error}")
+        except DamagedError:
+            self._damaged += 1
+            if self._damaged >= _TRIES:
+                raise
+        return False
+
+    def _progress(self, done: int, total: int) -> None:
+        self._interruption.check()
+
+    def _tell(self, found: Published, seconds: float) -> None:
+        last = "; the recording is closed, this is the last" if found.complete else ""
+        print(
+            f"{found.path}: {found.steps:,} steps in {seconds:.1f} s, whole shards: "
+            f"{found.made:,} new, {found.shared:,} shared{last}",
+            flush=True,
+        )
+
+    def _say(self, text: str) -> None:
+        """Once, until it is something else."""
+        if text and text != self._said:
+            print(text, flush=True)
+        self._said = text
+
+
+def _waits(source: Recording) -> str:
+    """Why nothing more may come; empty where something may."""
+    from dualform.store.lock import holder_of
+
+    if source.complete:
+        return ""
+    alone = [part.path for part in source.recordings if holder_of(part.path) is None]
+    if not alone:
+        return "" if source.steps else "waiting for the first commit"
+    return (
+        f"no process writes {alone[0]} and it was not closed: training was cut off after "
+        f"{source.steps:,} committed steps; waiting for it to be resumed (Ctrl-C ends this, and "
+        "the newest version stays)"
+    )
