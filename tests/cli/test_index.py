@@ -122,11 +122,30 @@ def test_parts_by_a_column_of_a_million_values(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [run]
 
 
-@pytest.mark.parametrize("option", ["--follow", "--sum-by=label", "--val"])
+@pytest.mark.parametrize("option", ["--append", "--sum-by=label", "--val"])
 def test_options_of_later_are_refused(recording: Path, tmp_path: Path, option: str) -> None:
     done = dualform("index", "build", recording, tmp_path / "index", option)
     assert done.status == 2
     assert "unrecognized arguments" in done.err
+    assert not (tmp_path / "index").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--every", "2"], "--every goes with --follow"),
+        (["--keep", "3"], "--keep goes with --follow"),
+        (["--follow", "--every", "nan"], "--every is nan; it must be a number of seconds above 0"),
+        (["--follow", "--keep", "0"], "keep is 0; it must be at least 1"),
+        (["--shard-rows", "0"], "shard_rows is 0; it must be at least 1"),
+    ],
+)
+def test_following_has_options_of_its_own(
+    recording: Path, tmp_path: Path, options: list[str], message: str
+) -> None:
+    done = dualform("index", "build", recording, tmp_path / "index", *options)
+    assert done.status == 2
+    assert message in done.err
     assert not (tmp_path / "index").exists()
 
 
