@@ -150,3 +150,23 @@ def test_pruning_pays_for_few_rows_alone() -> None:
         for faiss in (True, False):
             assert engine_costs.pruning_pays(rows // 20, rows, width, queries, faiss)
             assert not engine_costs.pruning_pays(rows, rows, width, queries, faiss)
+
+
+def test_sketches_are_expected_to_leave_of_rows_what_they_left_of_keys(low_rank: Path) -> None:
+    refused = dict.fromkeys(("certified", "device", "distinct_keys", "flat", "scan"))
+    refused["device"] = "none"
+    by_keys = engine_costs.ByKeys(keys=ROWS // 3, hits=20, counted=0)
+    planner = engine_planner.Planner()
+    with Index.open(low_rank, device="cpu") as index:
+        asked = (index.layer("fc"), "largest", 50, 64)
+
+        def certified() -> float:
+            plan = planner.top_k(*asked, ROWS, refused, "auto", by_keys)
+            return plan.costs["certified"] / plan.costs["scan"]
+
+        before = certified()
+        plan = planner.top_k(*asked, ROWS, refused, "distinct_keys", by_keys)
+        planner.learn(index.layer("fc"), "largest", 20, 64, plan, 0.9, plan.costs["distinct_keys"])
+        assert certified() > 2 * before
+        planner.learn(*asked, planner.top_k(*asked, ROWS, refused, "certified"), 0.01, 1.0)
+        assert certified() < before  # its own is known now

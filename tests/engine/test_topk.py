@@ -62,6 +62,7 @@ def memories(draw: st.DrawFn) -> dict[str, object]:
         "faiss": draw(st.booleans()),
         "products": draw(st.sampled_from([30, 1 << 31])),
         "directions": draw(st.sampled_from([0, 1, 2])),
+        "threads": draw(st.sampled_from([1, 2])),
     }
 
 
@@ -82,6 +83,7 @@ def test_any_split_equals_rational_arithmetic(case: dict) -> None:
         patch.setattr(engine_scoring, "KEYS_TOGETHER", 5)
         patch.setattr(engine_flat, "PRODUCTS", case["products"])
         patch.setattr(engine_flat, "_ROWS_PER_HIT", 0)
+        patch.setattr(torch, "get_num_threads", lambda: case["threads"])
         path = make_index(
             Path(directory), keys, None, shard_rows=case["shard_rows"], label=case["label"]
         )

@@ -1,18 +1,25 @@
-"""A single query over several shards, in as many threads as torch has.
+"""Work in as many threads as torch has, where nothing else shares it out.
 
-FAISS and BLAS share a batch of queries out among their threads; a single query gets one thread.
+FAISS and BLAS share a batch of queries out among their threads; a single query over several shards
+gets one thread, and so does what comes to many small steps.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
 
+from dualform.engine.context import own_settings
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+
+_FEW = 4
+"""Fewer items are not worth a thread of their own."""
 
 
 def over_shards(
@@ -25,12 +32,29 @@ def over_shards(
         shards: What belongs to each.
         queries: How many; with more than one, the work brings threads of its own.
     """
-    threads = min(torch.get_num_threads(), len(shards))
-    if queries > 1 or threads < 2:
-        return [work(shard) for shard in shards]
+    return _in_threads(work, shards) if queries == 1 else [work(shard) for shard in shards]
+
+
+def shared_out(work: Callable[[Sequence[Item]], object], items: Sequence[Item]) -> None:
+    """Have every thread work on some of the items, neighbours in their order.
+
+    Args:
+        work: Spends its time outside Python.
+        items: About as much work each.
+    """
+    threads = max(1, min(torch.get_num_threads(), len(items) // _FEW))
+    ends = [len(items) * number // threads for number in range(threads + 1)]
+    _in_threads(work, [items[first:last] for first, last in itertools.pairwise(ends)])
+
+
+def _in_threads(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+    threads = min(torch.get_num_threads(), len(items))
+    if threads < 2:
+        return [work(item) for item in items]
+    apart = own_settings()(work)  # settings are the calling thread's
     with ThreadPoolExecutor(threads, "dualform-query") as pool:
         try:
-            found = pool.map(work, shards)
+            found = pool.map(apart, items)
         except RuntimeError:  # the interpreter is shutting down, and starts no more threads
-            found = map(work, shards)
+            found = map(work, items)
         return list(found)

@@ -68,13 +68,15 @@ class Planner:
             InvalidArgumentError: The strategy is unknown, or does not apply.
         """
         check_strategy(strategy, refused)
-        kept = self._expected(_key(layer, order, hits, queries))
+        key = _key(layer, order, hits, queries)
+        of_key = key if by_keys is None else _key(layer, order, by_keys.hits, queries, of_keys=True)
+        kept = self._expected(key, of_key)
         there = resident(layer)
         costs = top_k_seconds(layer, hits, queries, rows, kept, there)
         if by_keys is not None:
             of_keys = None
             if refused["certified"] is None:
-                of_keys = self._expected(_key(layer, order, by_keys.hits, queries, of_keys=True))
+                of_keys = self._expected(of_key, key)
             costs["distinct_keys"] = top_k_by_keys_seconds(
                 layer, hits, queries, by_keys, of_keys, there
             )
@@ -143,9 +145,11 @@ class Planner:
                 # A device that was busy may be faster next time.
                 self._of_devices = 1 + (self._of_devices - 1) * _FORGETS
 
-    def _expected(self, key: tuple[object, ...]) -> float:
+    def _expected(self, *keys: tuple[object, ...]) -> float:
+        """What is remembered under the first of these that anything is."""
         with self._lock:
-            return self._kept.get(key, _EXPECTED_KEPT)
+            known = (self._kept[key] for key in keys if key in self._kept)
+            return next(known, _EXPECTED_KEPT)
 
 
 def _key(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from dualform.engine.memory.float64 import lengths
 from dualform.engine.memory.layer import Layer
 from dualform.engine.memory.shards import Stop, check_stop
 from dualform.engine.memory.tiles import Tile
+from dualform.engine.threads import shared_out
 from dualform.engine.topk.candidates import Candidates
 from dualform.engine.topk.contribution import Contribution
 
@@ -67,26 +69,25 @@ class Scores:
 
     def of(self, part: Candidates) -> np.ndarray:
         """Scores of candidates, those known and those yet to be read: float32 [m]."""
-        scores = part.scores.copy()
+        scores: np.ndarray = part.scores.copy()
         unknown = np.flatnonzero(np.isnan(scores))
         queries = part.cells[unknown] % len(self._queries)
         order = unknown[np.lexsort((part.positions[unknown], queries))]
         queries = part.cells[order] % len(self._queries)
-        room = torch.empty((min(len(order), KEYS_TOGETHER), self._queries.shape[1]))
-        wide = torch.empty_like(room, dtype=torch.float64)
-        bounds = np.flatnonzero(np.diff(queries, prepend=-1, append=-1)).tolist()
-        few = 0  # those of queries with a few, not scored yet, begin here
-        for first, last in itertools.pairwise(bounds):
-            if last - first >= MANY_KEYS or last - few > KEYS_TOGETHER:
-                self._score_pairs(part, order[few:first], queries[few:first], scores)
-                few = first
-            if last - first >= MANY_KEYS:
-                for start in range(first, last, KEYS_TOGETHER):
-                    which = order[start : min(last, start + KEYS_TOGETHER)]
-                    self._score(part, which, int(queries[first]), scores, (room, wide))
-                few = last
-        self._score_pairs(part, order[few:], queries[few:], scores)
-        return np.asarray(scores)
+        together = _together(queries)
+
+        def score(some: Sequence[slice]) -> None:
+            room = torch.empty((KEYS_TOGETHER, self._queries.shape[1]), dtype=torch.float32)
+            wide = torch.empty_like(room, dtype=torch.float64)
+            for each in some:
+                which, asked = order[each], queries[each]
+                if asked[0] == asked[-1] and len(asked) >= MANY_KEYS:
+                    self._score(part, which, int(asked[0]), scores, (room, wide))
+                else:
+                    self._score_pairs(part, which, asked, scores)
+
+        shared_out(score, together)
+        return scores
 
     def _score(
         self,
@@ -121,8 +122,6 @@ class Scores:
         self, part: Candidates, which: np.ndarray, queries: np.ndarray, scores: np.ndarray
     ) -> None:
         """Score candidates of several queries, int64 [n] both, whose keys are read together."""
-        if not len(which):
-            return
         assert self._layer is not None
         check_stop(self._stop)
         positions, place = np.unique(part.positions[which], return_inverse=True)
@@ -139,3 +138,21 @@ class Scores:
         if self._lengths is None:
             return dots.rounded()
         return dots.rounded_cosines(lengths(keys.numpy()) * self._lengths[queries])
+
+
+def _together(queries: np.ndarray) -> list[slice]:
+    """Which candidates are scored together, of so many queries' in order, int64 [n]: up to
+    `KEYS_TOGETHER` of one query with many, or of several with a few each."""
+    found = []
+    bounds = np.flatnonzero(np.diff(queries, prepend=-1, append=-1)).tolist()
+    few = 0  # those of queries with a few, not taken yet, begin here
+    for first, last in itertools.pairwise(bounds):
+        if last - first >= MANY_KEYS or last - few > KEYS_TOGETHER:
+            found.append(slice(few, first))
+            few = first
+        if last - first >= MANY_KEYS:
+            starts = range(first, last, KEYS_TOGETHER)
+            found += [slice(start, min(last, start + KEYS_TOGETHER)) for start in starts]
+            few = last
+    found.append(slice(few, len(queries)))
+    return [each for each in found if each.start < each.stop]
