@@ -18,6 +18,9 @@ from dualform.engine.context import own_settings
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
+MOST = 8
+"""So many threads take part in what is shared out at most: each needs memory of its own."""
+
 _FEW = 4
 """Fewer items are not worth a thread of their own."""
 
@@ -42,7 +45,7 @@ def shared_out(work: Callable[[Sequence[Item]], object], items: Sequence[Item]) 
         work: Spends its time outside Python.
         items: About as much work each.
     """
-    threads = max(1, min(torch.get_num_threads(), len(items) // _FEW))
+    threads = max(1, min(torch.get_num_threads(), MOST, len(items) // _FEW))
     ends = [len(items) * number // threads for number in range(threads + 1)]
     _in_threads(work, [items[first:last] for first, last in itertools.pairwise(ends)])
 

@@ -28,16 +28,9 @@ class ExactDots:
         keys: float32 [n, d], finite, on the CPU.
         query: float32 [d], or one for each key [n, d]; finite, on the CPU.
         longest: At least the Euclidean norm of each key.
-        room: float64 [at least n, d], to compute in: fresh memory costs as much as the products.
     """
 
-    def __init__(
-        self,
-        keys: torch.Tensor,
-        query: torch.Tensor,
-        longest: float,
-        room: torch.Tensor | None = None,
-    ) -> None:
+    def __init__(self, keys: torch.Tensor, query: torch.Tensor, longest: float) -> None:
         self._keys = keys.numpy()
         self._unit = (keys.shape[1] + 2) * _FLOAT64_UNIT
         self._pairs = query.dim() == 2
@@ -47,8 +40,7 @@ class ExactDots:
             self._sums = pair_dots(self._keys, self._query)
         else:
             self._query = wide.numpy()
-            wide_keys = keys.double() if room is None else room[: len(keys)].copy_(keys)
-            self._sums = torch.mv(wide_keys, wide).numpy()
+            self._sums = dots(self._keys, self._query[None])[0]
         # Cauchy-Schwarz: at least the sum of absolute terms, and no pass over the keys.
         self._most = torch.linalg.vector_norm(wide, dim=-1).numpy() * (longest * (1 + 1e-9))
 

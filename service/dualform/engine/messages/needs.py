@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pyarrow as pa
 import pyarrow.compute as pc
+import torch
 
 from dualform.engine.api.index import Index
 from dualform.engine.devices.held import STAGING_BYTES
@@ -18,9 +19,11 @@ from dualform.engine.groups import attributed, ranked
 from dualform.engine.memory.layer import Layer
 from dualform.engine.memory.shards import TILE_BYTES, tile_rows
 from dualform.engine.messages import responses
+from dualform.engine.threads import MOST
 from dualform.engine.topk.followed import EXACT_ROWS
 from dualform.engine.topk.followed_along import SCORE_BYTES
 from dualform.engine.topk.scan import SPAN, block_queries
+from dualform.engine.topk.scoring import KEYS_TOGETHER
 from dualform.engine.topk.top_k import COMPRESS_AT, candidates
 from dualform.engine.totals.row_parts import REBUILD_BYTES
 from dualform.optimizers import followed_bytes
@@ -265,8 +268,10 @@ def _top_k(layer: Layer, n: int, groups: int, k: int) -> int:
     proposals = block * each if k <= 2048 else 0
     bounds = 20 * min(SPAN, block * layer.rows)
     hits = n * groups * k
+    scored = 4 * layer.d_in * KEYS_TOGETHER * min(MOST, torch.get_num_threads())
     return (
         4 * TILE_BYTES
+        + scored
         + _PAIR * _pairs(layer, block)
         + _CANDIDATE * (kept + proposals)
         + bounds

@@ -78,11 +78,10 @@ class Scores:
 
         def score(some: Sequence[slice]) -> None:
             room = torch.empty((KEYS_TOGETHER, self._queries.shape[1]), dtype=torch.float32)
-            wide = torch.empty_like(room, dtype=torch.float64)
             for each in some:
                 which, asked = order[each], queries[each]
                 if asked[0] == asked[-1] and len(asked) >= MANY_KEYS:
-                    self._score(part, which, int(asked[0]), scores, (room, wide))
+                    self._score(part, which, int(asked[0]), scores, room)
                 else:
                     self._score_pairs(part, which, asked, scores)
 
@@ -95,7 +94,7 @@ class Scores:
         which: np.ndarray,
         query: int,
         scores: np.ndarray,
-        room: tuple[torch.Tensor, torch.Tensor],
+        room: torch.Tensor,
     ) -> None:
         """Score some of one query's candidates, in the order of their positions.
 
@@ -104,13 +103,13 @@ class Scores:
             which: int64 [n], some of them.
             query: Whose.
             scores: Where their scores go, float32 [all].
-            room: Float32 and float64 [at least n, d_in], to compute in.
+            room: float32 [at least n, d_in], for their keys.
         """
         assert self._layer is not None
         check_stop(self._stop)
         positions = part.positions[which]
-        keys = self._layer.keys_at(positions, room[0])
-        dots = ExactDots(keys, self._queries[query], self._longest, room[1])
+        keys = self._layer.keys_at(positions, room)
+        dots = ExactDots(keys, self._queries[query], self._longest)
         queries = np.full(len(which), query)
         if self._contribution is None:
             scores[which] = self._rounded(dots, keys, queries)
