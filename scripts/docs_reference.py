@@ -28,6 +28,7 @@ PACKAGES = {
     "dualform.index": "Making an index of a recording.",
     "dualform.replay": "Answers from training twice.",
     "dualform.plot": "Figures.",
+    "dualform.explore": "The page in the browser, as a program starts it.",
     "dualform.serve": "The server, as a program starts it.",
     "dualform.store": "What lies on disk, and the errors of files.",
 }

@@ -8,18 +8,22 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from dualform.client import AsyncClient
-from dualform.explore import LocalSources, View
-from dualform.explore.answers import Groups, Refused
-from dualform.explore.lines import QUERY_FILE, lines_of
+from dualform.explore import LocalSources, View, load_model
+from dualform.explore.answers import Attributed, Groups, Network, Query, Refused
+from dualform.explore.asking import Asker
+from dualform.explore.lines import QUERY_FILE, Whole, lines_of
+from dualform.explore.network import network_of
+from dualform.explore.queries import Uploads, query_of
 from dualform.explore.sources import Source
 
 from .conftest import wait
-from .memory import Digits
+from .memory import Digits, write_model
 from .test_answers import ask
 
 
@@ -76,3 +80,54 @@ def test_texts_are_quoted(server: bool) -> None:
         words = shlex.split(line)
         assert words[words.index("--layer") + 1] == view.layer
         assert words[words.index("--where") + 1] == view.where
+
+
+@pytest.mark.parametrize("function", ["trained", "own"])
+def test_the_whole_network_is_asked_alike(
+    client: AsyncClient, digits: Digits, tmp_path: Path, function: str
+) -> None:
+    """The copied Python gives the page's examples and scores; the command too, of own inputs."""
+    model = load_model(write_model(digits, tmp_path, function))
+    more: dict[str, Any] = {"example": 7} if function == "trained" else {"input": 7}
+    view = View(layer="2", k=3, filters=("label != 3",), **more)
+    (source,) = wait(LocalSources({"d": digits.path}).listed())
+    asked: list[Query] = []
+
+    async def steps() -> Network:
+        info = await client.index()
+        layer = info.layers["2"]
+        query = await query_of(client, None, info, layer, view, Uploads(model))
+        assert query is not None
+        assert source.opens is not None
+        asked.append(query)
+        asker = Asker(client, None, info, layer, view, lambda _: None)
+        return await network_of(asker, model, source.opens, query.inputs, query.token)
+
+    found = wait(steps()).attributed
+    assert isinstance(found, Attributed)
+    np.save(tmp_path / QUERY_FILE, asked[0].vector)
+    whole = Whole(model, asked[0].made, "margin", found.token)
+    lines = lines_of(source, view, None, "", whole)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", lines.python],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "COLUMNS": "200"},
+    )
+    assert done.returncode == 0, done.stderr
+    table = done.stdout.rstrip().splitlines()[-3:]
+    for line, each in zip(table, found.found, strict=True):
+        words = line.split()  # its number, query, rank, group, score
+        assert words[3] == str(each.example)
+        assert float(words[4]) == pytest.approx(each.score, rel=1e-5)
+    commands = [line for line in lines.commands.splitlines() if "attribute" in line]
+    assert len(commands) == (function == "own")
+    if commands:
+        words = shlex.split(commands[0])
+        program = Path(sys.executable).with_name("dualform")
+        done = subprocess.run(
+            [program, *words[1:], "--json"], cwd=tmp_path, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["groups"][7] == [each.example for each in found.found]

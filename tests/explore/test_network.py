@@ -110,6 +110,8 @@ def test_what_the_model_can_not_be_asked_is_said(
 ) -> None:
     with pytest.raises(NotFoundError, match=r"no input 20 of .*it has 0 to 19"):
         ask(digits, client, View(layer="2", input=20), brought)
+    assert brought.labelled(3) == ""
+    assert replace(brought, labels=torch.arange(9)).labelled(3) == ", label 3"
     with pytest.raises(NotFoundError, match="it brings none of its own"):
         ask(digits, client, View(layer="2", input=0), prepared)
     with pytest.raises(InvalidArgumentError, match="brings inputs of its own"):

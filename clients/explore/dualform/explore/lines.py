@@ -97,8 +97,9 @@ def _attributed(source: Source, view: View, whole: Whole) -> str:
 
 
 def _attribute(source: Source, view: View, whole: Whole) -> str:
-    """The command takes the function's own inputs, all of them."""
-    if whole.model.prepare is not None:
+    """The command takes the function's own inputs, all of them, and asks about their labels."""
+    labelled = whole.model.labels is not None and whole.target == "margin"
+    if whole.model.prepare is not None or labelled:
         return ""
     words = ["dualform", "query", "attribute", whole.model.spec, *source.command]
     given = {"--target": whole.target, "--token": whole.token, "-k": view.k, "--where": view.where}

@@ -86,7 +86,8 @@ class ServerSources:
     Args:
         client: On the server.
         python: As in Source.
-        command, opens: As in Source.
+        command: As in Source.
+        opens: Likewise.
     """
 
     def __init__(
