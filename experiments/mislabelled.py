@@ -173,7 +173,10 @@ class Case:
                 ways[f"{asked}: {title}"] = lambda w=which, s=states, c=cosine: self.products(
                     s, w, c
                 )  # type: ignore[misc]
-        ways["the examples themselves: dualform, self-influence"] = self_influence
+        ways["the examples themselves: dualform, self-influence in the end"] = self_influence
+        ways["the examples themselves: dualform, self-influence in their own steps"] = lambda: (
+            client.self_influence().scores
+        )
         ways[f"the examples themselves: TracInCP, self-influence, {len(kept)} checkpoints"] = (
             lambda: self.norms(kept)
         )

@@ -138,6 +138,7 @@ def _questions() -> list[tuple[str, Any, bool, int]]:
         ("TopK", ranked),
         ("TopGroups", pb.TopGroupsRequest(layer="2", queries=tensor(4), by="label", k=2)),
         ("Attribute", pb.AttributeRequest(layers=[along], inputs=2, by="label", k=2)),
+        ("SelfInfluence", pb.SelfInfluenceRequest(layer="2", by="label", count=4)),
         ("Sums", pb.SumsRequest(layer="2", queries=tensor(4), group_by="task", absolute=True)),
         ("Sums", pb.SumsRequest(layer="0", queries=tensor(6), group_by="step", bins=[0, 5, 20])),
         ("DualOutput", pb.DualOutputRequest(layer="0", queries=tensor(6))),

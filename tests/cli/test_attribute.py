@@ -12,7 +12,7 @@ from client.memory import LR, Memory
 
 from dualform.cli.attribute import loaded
 from dualform.cli.errors import CommandError
-from dualform.client import AttributionResult, Coverage, InvalidArgumentError
+from dualform.client import AttributionResult, Client, Coverage, InvalidArgumentError
 from dualform.plot import attribute, style
 
 from .conftest import dualform
@@ -156,3 +156,20 @@ def test_many_layers_share_the_last_colour() -> None:
     assert widths == pytest.approx(parts.sum())
     with pytest.raises(InvalidArgumentError, match="inputs 0 to 0"):
         attribute(found, number=1)
+
+
+def test_self_influence(memory: Memory, server: str) -> None:
+    asked = ("query", "self-influence", "--server", server, "--by", "label")
+    done = dualform(*asked, "-k", 2, "--layer", "fc", "--json")
+    assert (done.status, done.err) == (0, "")
+    data = json.loads(done.out)
+    with Client(server) as client:
+        found = client.self_influence(by="label")
+    best = np.argsort(-found.scores, kind="stable")[:2]
+    assert data["groups"] == [found.groups[place] for place in best]
+    assert data["scores"] == found.scores[best].tolist()
+    assert data["layers"] == ["fc"]
+    done = dualform(*asked, "--where", "label = 1")
+    assert done.status == 0
+    assert done.out.split()[:5] == ["rank", "label", "rows", "lowered", "fc"]
+    assert dualform(*asked, "-k", 0).status == 2

@@ -220,6 +220,7 @@ def test_reflection_describes_the_service(index: Path) -> None:
             "TopK",
             "TopGroups",
             "Attribute",
+            "SelfInfluence",
             "Sums",
             "DualOutput",
             "Explain",

@@ -184,6 +184,7 @@ def test_a_token_opens_every_method_and_none_is_open_without(
             "TopK": pb.TopKRequest(k=2, **question),
             "TopGroups": pb.TopGroupsRequest(by="step", k=2, **question),
             "Attribute": pb.AttributeRequest(index="one", inputs=1, by="step", k=2),
+            "SelfInfluence": pb.SelfInfluenceRequest(index="one", layer="fc", by="step"),
             "Sums": pb.SumsRequest(group_by="step", **question),
             "DualOutput": pb.DualOutputRequest(**question),
             "Explain": pb.ExplainRequest(index="one", k=1),
@@ -207,7 +208,7 @@ def test_a_token_opens_every_method_and_none_is_open_without(
             assert (refused.code, refused.reason) == (grpc.StatusCode.UNAUTHENTICATED, "BAD_TOKEN")
             for word in ("aaaaaaaaaaaaaaaa", "AAAAAAAAAAAAAAAA"):
                 metadata = ("authorization", f"Bearer {word}")
-                if name in ("DualOutput", "Attribute"):  # no values in this index
+                if name in ("DualOutput", "Attribute", "SelfInfluence"):  # no values in this index
                     assert refusal(lambda: call(metadata)).reason == "NO_VALUES"  # noqa: B023
                 else:
                     call(metadata)

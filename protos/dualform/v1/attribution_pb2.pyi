@@ -524,6 +524,38 @@ class AttributeResponse(_message.Message):
     index_version: str
     def __init__(self, groups: _Optional[_Union[Column, _Mapping]] = ..., scores: _Optional[_Union[Tensor, _Mapping]] = ..., counts: _Optional[_Union[Tensor, _Mapping]] = ..., by_layer: _Optional[_Union[Tensor, _Mapping]] = ..., initial: _Optional[_Union[Tensor, _Mapping]] = ..., rows: _Optional[_Union[Tensor, _Mapping]] = ..., residual: _Optional[_Union[Tensor, _Mapping]] = ..., outputs: _Optional[_Union[Tensor, _Mapping]] = ..., coverage: _Optional[_Iterable[_Union[Coverage, _Mapping]]] = ..., index_version: _Optional[str] = ...) -> None: ...
 
+class SelfInfluenceRequest(_message.Message):
+    __slots__ = ("index", "layer", "by", "where", "first", "count")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    BY_FIELD_NUMBER: _ClassVar[int]
+    WHERE_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    index: str
+    layer: str
+    by: str
+    where: Filter
+    first: int
+    count: int
+    def __init__(self, index: _Optional[str] = ..., layer: _Optional[str] = ..., by: _Optional[str] = ..., where: _Optional[_Union[Filter, _Mapping]] = ..., first: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
+
+class SelfInfluenceResponse(_message.Message):
+    __slots__ = ("groups", "scores", "counts", "total", "coverage", "index_version")
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    SCORES_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    COVERAGE_FIELD_NUMBER: _ClassVar[int]
+    INDEX_VERSION_FIELD_NUMBER: _ClassVar[int]
+    groups: Column
+    scores: Tensor
+    counts: Tensor
+    total: int
+    coverage: Coverage
+    index_version: str
+    def __init__(self, groups: _Optional[_Union[Column, _Mapping]] = ..., scores: _Optional[_Union[Tensor, _Mapping]] = ..., counts: _Optional[_Union[Tensor, _Mapping]] = ..., total: _Optional[int] = ..., coverage: _Optional[_Union[Coverage, _Mapping]] = ..., index_version: _Optional[str] = ...) -> None: ...
+
 class SumsRequest(_message.Message):
     __slots__ = ("index", "layer", "queries", "group_by", "absolute", "where", "bins", "strategy", "explain_plan", "partial")
     INDEX_FIELD_NUMBER: _ClassVar[int]

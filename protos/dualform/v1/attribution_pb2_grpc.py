@@ -39,6 +39,11 @@ class AttributionServiceStub(object):
                 request_serializer=dualform_dot_v1_dot_attribution__pb2.AttributeRequest.SerializeToString,
                 response_deserializer=dualform_dot_v1_dot_attribution__pb2.AttributeResponse.FromString,
                 )
+        self.SelfInfluence = channel.unary_unary(
+                '/dualform.v1.AttributionService/SelfInfluence',
+                request_serializer=dualform_dot_v1_dot_attribution__pb2.SelfInfluenceRequest.SerializeToString,
+                response_deserializer=dualform_dot_v1_dot_attribution__pb2.SelfInfluenceResponse.FromString,
+                )
         self.Sums = channel.unary_unary(
                 '/dualform.v1.AttributionService/Sums',
                 request_serializer=dualform_dot_v1_dot_attribution__pb2.SumsRequest.SerializeToString,
@@ -107,6 +112,14 @@ class AttributionServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SelfInfluence(self, request, context):
+        """What each group's rows did to their own part of the loss, in the steps that they were in: no
+        queries are asked about.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Sums(self, request, context):
         """Total attention weight per group, signed or absolute.
         """
@@ -169,6 +182,11 @@ def add_AttributionServiceServicer_to_server(servicer, server):
                     servicer.Attribute,
                     request_deserializer=dualform_dot_v1_dot_attribution__pb2.AttributeRequest.FromString,
                     response_serializer=dualform_dot_v1_dot_attribution__pb2.AttributeResponse.SerializeToString,
+            ),
+            'SelfInfluence': grpc.unary_unary_rpc_method_handler(
+                    servicer.SelfInfluence,
+                    request_deserializer=dualform_dot_v1_dot_attribution__pb2.SelfInfluenceRequest.FromString,
+                    response_serializer=dualform_dot_v1_dot_attribution__pb2.SelfInfluenceResponse.SerializeToString,
             ),
             'Sums': grpc.unary_unary_rpc_method_handler(
                     servicer.Sums,
@@ -287,6 +305,23 @@ class AttributionService(object):
         return grpc.experimental.unary_unary(request, target, '/dualform.v1.AttributionService/Attribute',
             dualform_dot_v1_dot_attribution__pb2.AttributeRequest.SerializeToString,
             dualform_dot_v1_dot_attribution__pb2.AttributeResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def SelfInfluence(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/dualform.v1.AttributionService/SelfInfluence',
+            dualform_dot_v1_dot_attribution__pb2.SelfInfluenceRequest.SerializeToString,
+            dualform_dot_v1_dot_attribution__pb2.SelfInfluenceResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

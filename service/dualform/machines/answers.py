@@ -61,7 +61,7 @@ def top_groups(spread: Spread, question: TopGroupsQuestion) -> TopGroups:
     layer = spread.layer
     query_tensor(layer, question.queries)
     known = layer.space.grouping(question.by, "by").values
-    check_groups(question, known)
+    check_groups(question.by, known)
     _check_contribution(spread, question)
     size = block_queries(len(known) * (1 + len(spread.sizes)))
     blocks, found = [], None

@@ -13,6 +13,7 @@ from dualform.engine.api.results import (
     Attribution,
     DualOutput,
     Explanation,
+    SelfInfluence,
     Sums,
     TopK,
     WeightsChunk,
@@ -36,6 +37,7 @@ from dualform.questions import (
     ExplainQuestion,
     OutputQuestion,
     RowsQuestion,
+    SelfInfluenceQuestion,
     StreamWeightsQuestion,
     SumsQuestion,
     TopKQuestion,
@@ -151,6 +153,12 @@ class SpreadIndex(Index):
         spreads = [self._spread(self.layer(each.layer), stop) for each in question.layers]
         with self._guarded():
             return attribute(spreads, question)
+
+    def self_influence(
+        self, question: SelfInfluenceQuestion, stop: Stop | None = None
+    ) -> SelfInfluence:
+        """Refused: the rows that a group has in a step may be on several machines."""
+        raise _refused("a SelfInfluenceQuestion")
 
     def chunks(
         self,

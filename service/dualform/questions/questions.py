@@ -167,6 +167,33 @@ class AttributeQuestion(Question):
 
 
 @dataclass(frozen=True, eq=False)
+class SelfInfluenceQuestion(Question):
+    """What each group's rows did to their own part of the loss, in the steps that they were in.
+
+    Attributes:
+        layer, where, index: As for TopKQuestion.
+        by: The metadata column whose values are the groups; rows without a value take no part.
+        first: Of the groups in ascending order those from this one on, counted from 0.
+        count: At most so many; None for all that are left.
+    """
+
+    message: ClassVar[type[Any]] = pb.SelfInfluenceRequest
+
+    layer: str
+    by: str = "example"
+    where: pb.Filter | None = None
+    first: int = 0
+    count: int | None = None
+    index: str | None = None
+
+    def check(self) -> None:
+        for name, least in (("first", 0), ("count", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise QuestionError(f"{name} is {value}; it must be {least} or more", field=name)
+
+
+@dataclass(frozen=True, eq=False)
 class SumsQuestion(Question):
     """Total attention weight, signed or absolute, per group.
 
@@ -370,6 +397,7 @@ QUESTIONS: tuple[type[Question], ...] = (
     TopKQuestion,
     TopGroupsQuestion,
     AttributeQuestion,
+    SelfInfluenceQuestion,
     SumsQuestion,
     OutputQuestion,
     ExplainQuestion,

@@ -183,7 +183,9 @@ def _admit(call: Call, request: Any, catalog: Catalog) -> None:
     layers = [request] if hasattr(request, "layer") else getattr(request, "layers", [])
     if layers:
         facts["layer"] = ",".join(layer.layer[:_MOST_LETTERS] for layer in layers[:8])
-        facts["queries"] = sum(layer.queries.shape[0] for layer in layers if layer.queries.shape)
+        asked = [layer.queries for layer in layers if hasattr(layer, "queries")]
+        if asked:
+            facts["queries"] = sum(queries.shape[0] for queries in asked if queries.shape)
     if getattr(request, "k", 0):
         facts["k"] = request.k
 

@@ -87,6 +87,59 @@ def add_query(kinds: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
+def add_self_influence(kinds: Any) -> None:
+    """Adds `dualform query self-influence`."""
+    what = "what each training example did to its own part of the loss"
+    parser = kinds.add_parser(
+        "self-influence", allow_abbrev=False, help=what, description=f"{what[0].upper()}{what[1:]}."
+    )
+    add_connection(parser)
+    parser.add_argument(
+        "--by", default="example", metavar="COLUMN", help="whose values are the groups (default "
+        "example)",
+    )  # fmt: skip
+    parser.add_argument("-k", type=int, default=10, help="the largest so many (default 10)")
+    parser.add_argument(
+        "--layer", action="append", metavar="L", help="these layers alone; once for each"
+    )
+    parser.add_argument("--where", metavar="EXPR", help="such as 'label = 6 and step < 3000'")
+    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="give up after so long")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=_self_influence, parser=parser)
+
+
+def _self_influence(options: argparse.Namespace) -> int:
+    if options.k < 1:
+        raise CommandError(f"-k is {options.k}; it must be at least 1")
+    with open_client(options) as client:
+        found = client.self_influence(
+            by=options.by,
+            layers=options.layer,
+            where=options.where,
+            index=options.index,
+            timeout=options.timeout,
+        )
+    best = (-found.scores).argsort(kind="stable")[: options.k]
+    groups = [found.groups[place] for place in best]
+    if options.json:
+        coverage = {name: _coverage(each) for name, each in found.coverage.items()}
+        print_json(
+            {
+                "groups": groups,
+                "scores": found.scores[best],
+                "counts": found.counts[best],
+                "layers": found.layers,
+                "by_layer": found.by_layer[best],
+                "coverage": coverage,
+            }
+        )
+        return 0
+    columns = (groups, found.counts[best], found.scores[best], *found.by_layer[best].T)
+    headers = ["rank", options.by, "rows", "lowered", *found.layers]
+    print_table(headers, zip(range(len(groups)), *columns, strict=True))
+    return 0
+
+
 def attributed(options: argparse.Namespace) -> AttributionResult:
     """The answer to the options."""
     k = 10 if options.k is None else options.k

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dualform.cli.attribute import add_query
+from dualform.cli.attribute import add_query, add_self_influence
 from dualform.cli.connection import add_connection, open_client
 from dualform.cli.errors import CommandError
 from dualform.cli.output import Progress, cell, print_json, print_table
@@ -27,7 +27,9 @@ def add_to(commands: Any) -> None:
         description="Asks one question about the queries in a .npy file.",
     )
     kinds = parser.add_subparsers(metavar="QUESTION", required=True)
-    top_k = _question(kinds, "top-k", _top_k, "the rows with the largest weight or contribution")
+    top_k = _question(
+        kinds, "top-k", _top_k, "the rows with the largest weight, cosine or contribution"
+    )
     top_k.add_argument("-k", type=int, default=10, help="rows per query (default 10)")
     top_k.add_argument("--group-by", metavar="COLUMN", help="the k best rows of each value")
     _ranking_options(top_k)
@@ -44,6 +46,7 @@ def add_to(commands: Any) -> None:
     _ranking_options(groups)
     _plan_options(groups, ["key_sums", "distinct_keys", "device", "scan"])
     add_query(kinds)
+    add_self_influence(kinds)
     sums = _question(kinds, "sums", _sums, "total attention weight per group")
     sums.add_argument("--group-by", metavar="COLUMN", required=True, help="what to sum over")
     sums.add_argument("--absolute", action="store_true", help="sum absolute values")

@@ -37,6 +37,7 @@ from dualform.client._results import (
 )
 from dualform.client._retry import Retry
 from dualform.client._scores import ScoresResult
+from dualform.client._self_influence import SelfInfluenceResult
 from dualform.client._sync import Client
 from dualform.client.errors import (
     CallError,
@@ -86,6 +87,7 @@ __all__ = [
     "Retry",
     "Sampling",
     "ScoresResult",
+    "SelfInfluenceResult",
     "ServerLimits",
     "SumsResult",
     "TopGroupsResult",

@@ -37,13 +37,24 @@ def chosen_layers(
                 field="model",
             )
     else:
-        patterns = patterns_of(layers)
-        if not patterns:
-            raise InvalidArgumentError(
-                "layers=[] names none; None takes all that the model has", field="layers"
-            )
-        names = _matching(info, patterns)
+        names = layers_asked(info, layers)
     return {name: _checked(modules.get(name), info.layers[name], kinds) for name in names}
+
+
+def layers_asked(info: IndexInfo, layers: str | Sequence[str] | None) -> list[str]:
+    """The index's layers of these names or patterns; without any, those that have values."""
+    if layers is None:
+        names = [name for name, layer in info.layers.items() if layer.values]
+        if not names:
+            raise FailedPreconditionError(
+                "no layer of the index has values; record with values=True and build with --values",
+                reason="NO_VALUES",
+            )
+        return names
+    patterns = patterns_of(layers)
+    if not patterns:
+        raise InvalidArgumentError("layers=[] names none; None takes all there are", field="layers")
+    return _matching(info, patterns)
 
 
 def _matching(info: IndexInfo, patterns: Sequence[str]) -> list[str]:

@@ -32,12 +32,14 @@ from dualform.client._results import (
 )
 from dualform.client._retry import DEFAULT_RETRY, Retry
 from dualform.client._scores import ScoresResult, path_of
+from dualform.client._self_influence import SelfInfluenceResult, self_influence
 from dualform.client._targets import Target
 from dualform.client._transport import GrpcTransport
 from dualform.questions import (
     ExplainQuestion,
     IndexQuestion,
     OutputQuestion,
+    SelfInfluenceQuestion,
     StreamWeightsQuestion,
     SumsQuestion,
     TopGroupsQuestion,
@@ -444,6 +446,44 @@ class Client(Driver):
             model, inputs, target, labels, token, together, layers, check_model, asked, where
         )
         return self._run(question.scores(self._asking, timeout, path_of(out)))
+
+    def self_influence(
+        self,
+        *,
+        by: str = "example",
+        layers: str | Sequence[str] | None = None,
+        where: str | Filter | None = None,
+        index: str | None = None,
+        timeout: float | None = None,
+    ) -> SelfInfluenceResult:
+        """What every training example, or other group, did to its own part of the loss.
+
+        No model is needed, nor are the examples: the index has each one's gradient of every step
+        that it was in, G at a layer's weight and g at its bias. Its part of that step's update
+        lowered its part of that step's loss by c_t |G|^2 + c'_t |g|^2 to first order, which is
+        added up over the steps: TracIn's self-influence (Pruthi et al., 2020) with every step for
+        a checkpoint. The loss is what training computed: of a mean over a batch each example has
+        its share. What few others teach, such as a wrong label, comes out large.
+
+        Args:
+            by: The metadata column whose values are the groups; rows without one take no part.
+            layers: Names or glob patterns of the index's layers; None takes all with values.
+            where: Which rows take part, as for `top_k`.
+            index: Its name; None where one is served.
+            timeout: Seconds.
+
+        Returns:
+            Float64 [groups], in the order of the groups, with each layer's share.
+
+        Raises:
+            InvalidArgumentError: A filter, layer or column that is not there; a column in which no
+                row has a value.
+            FailedPreconditionError: An index without values, or not exact; an optimizer outside
+                SGD's family; an index on several machines.
+            NotFoundError: No such index.
+        """
+        asked = SelfInfluenceQuestion("", by=by, where=filter_of(where), index=index)
+        return self._run(self_influence(self._asking, asked, layers, where, timeout))
 
     def sums(
         self,

@@ -21,6 +21,7 @@ from dualform.engine.api.results import (
     Attribution,
     DualOutput,
     Explanation,
+    SelfInfluence,
     Sums,
     TopGroups,
     TopK,
@@ -28,7 +29,7 @@ from dualform.engine.api.results import (
 )
 from dualform.engine.api.several import attribute, explain
 from dualform.engine.api.top_k import top_k
-from dualform.engine.api.totals import dual_output, sums, top_groups
+from dualform.engine.api.totals import dual_output, self_influence, sums, top_groups
 from dualform.engine.context import own_settings
 from dualform.engine.devices.devices import Devices
 from dualform.engine.errors import DataLossError, FailedPreconditionError, NotFoundError
@@ -48,6 +49,7 @@ from dualform.questions import (
     ExplainQuestion,
     OutputQuestion,
     RowsQuestion,
+    SelfInfluenceQuestion,
     StreamWeightsQuestion,
     SumsQuestion,
     TopGroupsQuestion,
@@ -236,6 +238,14 @@ class Index(Keywords):
         layers = {each.layer: self.layer(each.layer) for each in question.layers}
         with self._guarded(*layers.values()):
             return attribute(self._opened, layers, question, stop)
+
+    def self_influence(
+        self, question: SelfInfluenceQuestion, stop: Stop | None = None
+    ) -> SelfInfluence:
+        """What groups' rows did to their own part of the loss."""
+        layer = self.layer(question.layer)
+        with self._guarded(layer):
+            return self_influence(self._opened, layer, question, stop)
 
     def explain_layers(
         self, question: ExplainQuestion, stop: Stop | None = None

@@ -134,6 +134,25 @@ class Sums:
 
 
 @dataclass(frozen=True)
+class SelfInfluence:
+    """What groups' rows did to their own part of the loss.
+
+    Attributes:
+        groups: [m], ascending.
+        scores: float64 [m].
+        counts: int64 [m], the rows that take part.
+        total: How many groups there are in all.
+        coverage: Rows taken into account, of all groups.
+    """
+
+    groups: pa.Array
+    scores: np.ndarray
+    counts: np.ndarray
+    total: int
+    coverage: Coverage
+
+
+@dataclass(frozen=True)
 class WeightsChunk:
     """Attention weights of consecutive rows.
 

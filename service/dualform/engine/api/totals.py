@@ -1,5 +1,5 @@
-"""The answers to SumsQuestion, TopGroupsQuestion and OutputQuestion: groups and filters looked up,
-totals computed."""
+"""The answers to SumsQuestion, TopGroupsQuestion, SelfInfluenceQuestion and OutputQuestion: groups
+and filters looked up, totals computed."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import numpy as np
 import pyarrow as pa
 
 from dualform.engine.api.opened import Opened, asked_contribution, last_step, query_tensor
-from dualform.engine.api.results import Coverage, DualOutput, Sums, TopGroups
-from dualform.engine.errors import InvalidArgumentError
+from dualform.engine.api.results import Coverage, DualOutput, SelfInfluence, Sums, TopGroups
+from dualform.engine.errors import FailedPreconditionError, InvalidArgumentError
 from dualform.engine.groups.best import BestGroups
 from dualform.engine.groups.ranked import PreparedRanking, group_totals, rank_groups
+from dualform.engine.groups.self_influence import self_influence as influence_of
 from dualform.engine.memory.layer import Layer
 from dualform.engine.memory.shards import Stop
 from dualform.engine.plan.plan import Plan
@@ -23,7 +24,13 @@ from dualform.engine.totals.on_devices import OnDevices, for_outputs
 from dualform.engine.totals.outputs import PreparedOutput
 from dualform.engine.totals.stored_parts import whole_groups
 from dualform.engine.totals.sums import PreparedSums
-from dualform.questions import MAX_RESIDUAL, OutputQuestion, SumsQuestion, TopGroupsQuestion
+from dualform.questions import (
+    MAX_RESIDUAL,
+    OutputQuestion,
+    SelfInfluenceQuestion,
+    SumsQuestion,
+    TopGroupsQuestion,
+)
 
 
 @dataclass(frozen=True)
@@ -81,17 +88,17 @@ def top_groups(
 
     A row that is not finite makes its group's total so, and the group is never ranked.
     """
-    check_groups(question, layer.space.grouping(question.by, "by").values)
+    check_groups(question.by, layer.space.grouping(question.by, "by").values)
     ranking = _ranking(opened, layer, question, stop)
     found, plan = rank_groups(layer, ranking, question.strategy, opened.devices, stop)
     return _groups_result(layer, ranking, found, plan)
 
 
-def check_groups(question: TopGroupsQuestion, values: pa.Array) -> None:
+def check_groups(by: str, values: pa.Array) -> None:
     """Refuse a column of these values, [groups], where no row has any."""
     if len(values) and values.null_count == len(values):
         raise InvalidArgumentError(
-            f"no row has a value in column {question.by!r}, so there are no groups to rank; name "
+            f"no row has a value in column {by!r}, so there are no groups to rank; name "
             "another, or record it with annotate()",
             field="by",
             reason="EMPTY_COLUMN",
@@ -139,6 +146,41 @@ def _groups_result(
         counts=counts,
         coverage=Coverage.of(layer, ranking.sums.selected),
         plan=plan,
+    )
+
+
+def self_influence(
+    opened: Opened, layer: Layer, question: SelfInfluenceQuestion, stop: Stop | None
+) -> SelfInfluence:
+    """What the rows of some groups did to their own part of the loss.
+
+    Raises:
+        FailedPreconditionError: Each step has its own metric, or the layer has no values.
+    """
+    grouping = layer.space.grouping(question.by, "by")
+    check_groups(question.by, grouping.values)
+    total = len(grouping.values) - grouping.values.null_count
+    last_step(layer, opened.ledger, None)
+    if not opened.ledger.family.scalar:
+        raise FailedPreconditionError(
+            f"under {opened.ledger.family.name} each step has its own metric, and self-influence "
+            "in the steps is known for SGD's family alone; ask scores(model, inputs, "
+            "target='loss', labels=…) about the examples, whose diagonal is theirs in the end",
+            field="layer",
+            reason="NO_COEFFICIENTS",
+        )
+    selected = layer.space.select(question.where, stop=stop)
+    last = total if question.count is None else min(total, question.first + question.count)
+    first = min(question.first, last)
+    inside = selected & (grouping.codes >= first) & (grouping.codes < last)
+    codes = grouping.codes - first
+    coefficients = opened.outputs.trained_coefficients(layer.manifest)
+    return SelfInfluence(
+        groups=grouping.values[first:last],
+        scores=influence_of(layer, codes, inside, coefficients, last - first, stop),
+        counts=np.bincount(codes[inside], minlength=last - first),
+        total=total,
+        coverage=Coverage.of(layer, selected),
     )
 
 

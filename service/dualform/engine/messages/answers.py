@@ -24,6 +24,7 @@ from dualform.questions import (
     ExplainQuestion,
     OutputQuestion,
     RowsQuestion,
+    SelfInfluenceQuestion,
     StreamWeightsQuestion,
     SumsQuestion,
     TopGroupsQuestion,
@@ -126,6 +127,21 @@ def attribute(
     if limits.take is not None:
         limits.take(needs.of_attribute(index, question))
     return responses.attribute(question, index.attribute(question, stop))
+
+
+def self_influence(
+    index: Index, question: SelfInfluenceQuestion, limits: Limits, stop: Stop | None
+) -> pb.SelfInfluenceResponse:
+    """Answer a SelfInfluenceQuestion."""
+    wire.check_filter(question.where)
+    groups = index.group_count(question.layer, question.by, "by")
+    asked = max(0, groups - question.first)
+    asked = asked if question.count is None else min(asked, question.count)
+    each = 16 + _group_bytes(index.layer(question.layer), question.by) // max(1, groups)
+    limits.check_answer(asked * each, "ask for fewer groups at a time, with count")
+    if limits.take is not None:
+        limits.take(needs.of_self_influence(index, question, asked))
+    return responses.self_influence(question, index.self_influence(question, stop))
 
 
 def explain(

@@ -15,7 +15,7 @@ import torch
 
 from dualform.engine.api.index import Index
 from dualform.engine.devices.held import STAGING_BYTES
-from dualform.engine.groups import attributed, ranked
+from dualform.engine.groups import attributed, ranked, self_influence
 from dualform.engine.memory.layer import Layer
 from dualform.engine.memory.shards import TILE_BYTES, tile_rows
 from dualform.engine.messages import responses
@@ -33,6 +33,7 @@ from dualform.questions import (
     ExplainQuestion,
     OutputQuestion,
     RowsQuestion,
+    SelfInfluenceQuestion,
     StreamWeightsQuestion,
     SumsQuestion,
     TopGroupsQuestion,
@@ -134,6 +135,14 @@ def _tiles_along(layer: Layer, n: int) -> int:
     """Tiles with values, and what their rows added along n directions."""
     tile = tile_rows(max(layer.d_in, layer.d_out), n)
     return 6 * TILE_BYTES + _CONTRIBUTION * n * min(layer.rows, tile)
+
+
+def of_self_influence(index: Index, question: SelfInfluenceQuestion, groups: int) -> int:
+    """For a SelfInfluenceQuestion about so many groups."""
+    layer = index.layer(question.layer)
+    # Rows of a step and group: their places, sorted; keys and values read, widened and in order.
+    size = _selection(layer, question.where, question.by) + 100 * layer.rows + 80 * groups
+    return _CALL + size + 4 * self_influence.BLOCK_BYTES + 24 * layer.d_in * layer.d_out
 
 
 def of_explain(index: Index, question: ExplainQuestion) -> int:

@@ -11,6 +11,7 @@ from dualform.engine.api.results import (
     Coverage,
     DualOutput,
     Explanation,
+    SelfInfluence,
     Sums,
     TopGroups,
     TopK,
@@ -25,6 +26,7 @@ from dualform.questions import (
     ExplainQuestion,
     OutputQuestion,
     RowsQuestion,
+    SelfInfluenceQuestion,
     SumsQuestion,
     TopGroupsQuestion,
     TopKQuestion,
@@ -62,6 +64,19 @@ def attribute(question: AttributeQuestion, found: Attribution) -> pb.AttributeRe
         residual=wire.encode_tensor(found.residual),
         outputs=wire.encode_tensor(found.outputs),
         coverage=[_coverage(each) for each in found.coverage],
+    )
+
+
+def self_influence(
+    question: SelfInfluenceQuestion, found: SelfInfluence
+) -> pb.SelfInfluenceResponse:
+    """To a SelfInfluenceQuestion."""
+    return pb.SelfInfluenceResponse(
+        groups=_groups(question.by, found.groups),
+        scores=wire.encode_tensor(found.scores),
+        counts=wire.encode_tensor(found.counts),
+        total=found.total,
+        coverage=_coverage(found.coverage),
     )
 
 

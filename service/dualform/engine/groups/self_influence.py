@@ -1,0 +1,110 @@
+"""What each group's rows did to their own part of the loss, in the step that each was in.
+
+A row's value is minus the loss's gradient at the layer's output, so that the rows p that a group
+has in a step have G = sum_p e_p x_p^T for minus its gradient at the weight. In the end the weight
+holds c_t G of it, which lowered the step's loss by c_t |G|^2 to first order, and by
+c'_t |sum_p e_p|^2 through the bias: the terms of TracIn's self-influence (Pruthi et al., 2020,
+section 3.2) of every step that saw the group, and none estimated from checkpoints.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from dualform.engine.memory.layer import Layer
+from dualform.engine.memory.shards import Stop, check_stop
+from dualform.engine.totals.coefficients import LayerCoefficients, row_coefficients
+
+BLOCK_BYTES = 32 << 20
+"""Keys and values in float64 that are held at once; a group's rows of one step at least."""
+
+
+@dataclass(frozen=True)
+class _Cells:
+    """The rows of each group in each step, cells in the order in which they lie in the memory.
+
+    Attributes:
+        positions: int64 [rows], cell by cell.
+        sizes: int64 [cells], how many rows each has.
+    """
+
+    positions: np.ndarray
+    sizes: np.ndarray
+
+
+def self_influence(
+    layer: Layer,
+    codes: np.ndarray,
+    selected: np.ndarray,
+    coefficients: LayerCoefficients,
+    groups: int,
+    stop: Stop | None,
+) -> np.ndarray:
+    """Of one layer, float64 [groups]; not finite where a row is not.
+
+    Args:
+        layer: Whose rows.
+        codes: int [total], by position the group of each.
+        selected: bool [total], by position: the rows that take part.
+        coefficients: What each row counts.
+        groups: How many there are.
+        stop: Asked between blocks.
+    """
+    cells = _cells(codes, layer.space.steps, np.flatnonzero(selected))
+    found = np.zeros(groups)
+    ends = np.cumsum(cells.sizes)
+    most = max(1, BLOCK_BYTES // (8 * (layer.d_in + layer.d_out)))
+    first = 0
+    while first < len(ends):
+        check_stop(stop)
+        start = int(ends[first] - cells.sizes[first])
+        last = max(first + 1, int(np.searchsorted(ends, start + most, side="right")))
+        positions, sizes = cells.positions[start : ends[last - 1]], cells.sizes[first:last]
+        heads = positions[np.cumsum(sizes) - sizes]
+        of_weight, of_bias = _squares(layer, positions, sizes)
+        c, c_bias = row_coefficients(coefficients, layer.space.steps[heads])
+        lowered = c.numpy() * of_weight
+        if c_bias is not None:
+            lowered += c_bias.numpy() * of_bias
+        np.add.at(found, codes[heads], lowered)
+        first = last
+    return found
+
+
+def _cells(codes: np.ndarray, steps: np.ndarray, positions: np.ndarray) -> _Cells:
+    cells = codes[positions].astype(np.int64) * (int(steps.max(initial=0)) + 1) + steps[positions]
+    _, first, cell, sizes = np.unique(
+        cells, return_index=True, return_inverse=True, return_counts=True
+    )
+    if len(sizes) == len(positions):
+        return _Cells(positions, np.ones(len(positions), np.int64))
+    order = np.argsort(first)
+    place = np.empty(len(order), np.int64)
+    place[order] = np.arange(len(order))
+    return _Cells(positions[np.argsort(place[cell], kind="stable")], sizes[order])
+
+
+def _squares(
+    layer: Layer, positions: np.ndarray, sizes: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """|G|^2 and |sum_p e_p|^2 of some cells: float64 [cells] both."""
+    read, place = np.unique(positions, return_inverse=True)
+    rows = torch.from_numpy(place)
+    keys, values = layer.keys_at(read).double()[rows], layer.value_rows(read).double()[rows]
+    of_weight, of_bias = np.empty(len(sizes)), np.empty(len(sizes))
+    starts = np.cumsum(sizes) - sizes
+    for size in np.unique(sizes):
+        which = np.flatnonzero(sizes == size)
+        inside = torch.from_numpy(starts[which, None] + np.arange(size))
+        x, e = keys[inside], values[inside]
+        # The product's square without the product, or the product, whatever is smaller.
+        if size * size <= layer.d_in * layer.d_out:
+            squares = (torch.bmm(x, x.mT) * torch.bmm(e, e.mT)).sum(dim=(1, 2))
+        else:
+            squares = torch.stack([(e[n].T @ x[n]).square().sum() for n in range(len(e))])
+        of_weight[which] = squares.numpy()
+        of_bias[which] = e.sum(dim=1).square().sum(dim=1).numpy()
+    return of_weight, of_bias
