@@ -57,7 +57,11 @@ def test_build_then_inspect(recording: Path, tmp_path: Path) -> None:
     assert layer["columns"]["label"] == "int64"
     assert data["bytes"] == sum(f.stat().st_size for f in index.rglob("*") if f.is_file())
     table = dualform("index", "inspect", index)
-    assert re.search(r"\nfc +linear +12 +5 +false +true +float32 +70 +0 +- +0 +exact\n", table.out)
+    # The recording was made by hand: its rows do not add up to its trained weights.
+    unexplained = r"weights exact; no row explains [\d.]+ of its outputs"
+    line = rf"\nfc +linear +12 +5 +false +true +float32 +70 +0 +- +0 +{unexplained}"
+    assert re.search(line, table.out)
+    assert layer["output_error"] > 1e-4
     assert re.search(r"\nlabel +int64\n", table.out)
 
 

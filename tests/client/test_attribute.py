@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -478,11 +479,20 @@ def test_threads_share_a_model(trained: Trained, client: Client) -> None:
     assert all(module.training for module in model.modules())
 
 
-def test_a_data_parallel_model_is_unwrapped(trained: Trained, client: Client) -> None:
+def test_a_data_parallel_model_is_unwrapped(
+    trained: Trained, client: Client, tmp_path: Path
+) -> None:
     expected = client.attribute(trained.model, trained.inputs[:3], k=2)
-    found = client.attribute(nn.DataParallel(trained.model), trained.inputs[:3], k=2)
-    assert found.layers == LAYERS
-    np.testing.assert_array_equal(found.scores, expected.scores)
+    copy = deepcopy(trained.model)  # which keeps DistributedDataParallel's hooks
+    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        wrapped = [nn.DataParallel(trained.model), nn.parallel.DistributedDataParallel(copy)]
+        for model in wrapped:
+            found = client.attribute(model, trained.inputs[:3], k=2)
+            assert found.layers == LAYERS
+            np.testing.assert_array_equal(found.scores, expected.scores)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_inputs_that_take_no_gradient(trained: Trained, client: Client) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import warm
 from torch import nn
 
+from dualform.client import Client, FailedPreconditionError
 from dualform.engine import Index, VerifyReport, verify_index
 from dualform.engine.api.judgement import Rebuilt, judge
 from dualform.index import build_index
@@ -78,6 +81,28 @@ def test_a_key_bias_under_adamw_is_noise_and_said_to_be(tmp_path: Path) -> None:
     assert out.residual is not None
     whole = out.values.astype(np.float64) + out.residual
     assert (np.linalg.norm(whole - outputs, axis=1) <= 1e-6 * np.linalg.norm(outputs, axis=1)).all()
+    with Client.local(index, device="cpu") as client:
+        refused_in_words(client, model, queries)
+    shown = warm.run("dualform", "index", "inspect", str(index)).stdout.splitlines()
+    for line in shown:
+        if line.startswith("key "):
+            assert re.search(r"weights exact; no row explains 0\.\d+ of its outputs", line)
+        if line.startswith(("query ", "value ", "head ")):
+            assert line.endswith(" exact")
+
+
+def refused_in_words(client: Client, model: nn.Module, queries: np.ndarray) -> None:
+    """Where the remainder lies, and whose outputs they are in the user's words."""
+    cause = r"\(it lies in 'key\.bias': of [\d.]+ of that bias; .*rounding noise.*verify"
+    with pytest.raises(FailedPreconditionError, match=rf"for query \d {cause}"):
+        client.dual_output("key", queries)
+    # Two inputs of six places: the input is named, and how to go on without the layer.
+    inputs = torch.randn(2, TIME, WIDTH, generator=torch.Generator().manual_seed(3))
+    with pytest.raises(
+        FailedPreconditionError, match=rf"for input [01] {cause}.*layers=.*max_residual"
+    ):
+        client.attribute(model, inputs, target=0, by="step")
+    client.attribute(model, inputs, target=0, by="step", layers=["query", "value", "head"])
 
 
 class Normed(nn.Module):

@@ -10,7 +10,13 @@ from dualform.engine.api.results import (
     TopK,
     WeightsChunk,
 )
-from dualform.engine.api.verify import Damage, LayerReport, VerifyReport, verify_index
+from dualform.engine.api.verify import (
+    Damage,
+    LayerReport,
+    VerifyReport,
+    unexplained_share,
+    verify_index,
+)
 from dualform.engine.memory.layer import Layer
 
 __all__ = [
@@ -26,5 +32,6 @@ __all__ = [
     "TopK",
     "VerifyReport",
     "WeightsChunk",
+    "unexplained_share",
     "verify_index",
 ]

@@ -15,6 +15,7 @@ from dualform.cli.interruption import Interruption, load_engine
 from dualform.cli.output import Progress, bytes_text, print_json, print_table
 
 if TYPE_CHECKING:
+    from dualform.client import LayerInfo
     from dualform.engine import VerifyReport
     from dualform.store.index_parts import IndexLayer
 
@@ -155,12 +156,15 @@ def _build(options: argparse.Namespace) -> int:
 def _inspect(options: argparse.Namespace) -> int:
     load_engine()
     from dualform.client import Client
+    from dualform.engine import Index, unexplained_share
     from dualform.store import IndexManifest
 
     with Client.local(options.index, device="cpu") as client:
         info = client.index()
     if info.health != "serving":
         raise CommandError(f"{options.index}: {info.health_reason}")
+    with Index.open(options.index) as index:
+        errors = {name: unexplained_share(index, layer) for name, layer in index.layers.items()}
     manifest = IndexManifest.load(options.index)
     published = manifest.layers
     distinct = {
@@ -198,6 +202,7 @@ def _inspect(options: argparse.Namespace) -> int:
                             {"from_step": mark.from_step, "reason": mark.reason}
                             for mark in layer.inexact
                         ],
+                        "output_error": errors[layer.name],
                     }
                     for layer in layers
                 ],
@@ -236,7 +241,7 @@ def _inspect(options: argparse.Namespace) -> int:
                 sum(layer.dropped.values()),
                 distinct[layer.name],
                 layer.row_space,
-                layer.exactness,
+                _exactness(layer, errors[layer.name]),
             ]
             for layer in layers
         ],
@@ -248,6 +253,15 @@ def _inspect(options: argparse.Namespace) -> int:
         print_table(["column", "type"], columns.items())
     devices.show(held)
     return 0
+
+
+def _exactness(layer: LayerInfo, error: float | None) -> str:
+    """What the marks say, and where its outputs are refused all the same, why."""
+    from dualform.questions import MAX_RESIDUAL
+
+    if layer.inexact or error is None or error <= MAX_RESIDUAL:
+        return layer.exactness
+    return f"weights exact; no row explains {error:.2g} of its outputs (`dualform index verify`)"
 
 
 def _kept_as(layer: IndexLayer) -> str:

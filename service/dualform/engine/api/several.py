@@ -159,6 +159,7 @@ def beside_of(
         parts="the whole output is asked for",
         strategy="auto",
         max_residual=most,
+        inputs=pairs.inputs,
     )
     found = opened.outputs.answer(layer, whole, stop)
     g = pairs.directions.double().numpy()

@@ -194,7 +194,7 @@ def _verify_layer(index: Index, layer: Layer, advance: Callable[[int], None]) ->
     why_not = _why_not_rebuilt(index, layer)
     if why_not is not None:
         notes.append(f"not rebuilt: {why_not}")
-    output_error = _output_error(index, layer) if layer.values else None
+    output_error = unexplained_share(index, layer) if layer.values else None
     rebuilt: list[Rebuilt] = []
     off: list[str] = []
     bad: BadInterval | None = None
@@ -247,8 +247,9 @@ def _why_not_rebuilt(index: Index, layer: Layer) -> str | None:
     return None
 
 
-def _output_error(index: Index, layer: Layer) -> float | None:
-    """Of the outputs for some of the layer's own keys, the largest part that no row explains."""
+def unexplained_share(index: Index, layer: Layer) -> float | None:
+    """Of the outputs for some of the layer's own keys, the largest part that no row explains, by
+    Euclidean length; None where that is not known."""
     finite = np.flatnonzero(layer.finite)
     if not len(finite):
         return None

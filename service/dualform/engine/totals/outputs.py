@@ -44,6 +44,11 @@ from dualform.store.ledger import Ledger
 
 _UNKNOWN = "what rows moved the weight by is not known under an optimizer of no family"
 
+_NOISE = (
+    "where a bias has no true gradient, as before batch norm or in attention's keys, such an "
+    "optimizer takes whole steps along rounding noise, and `dualform index verify` says so"
+)
+
 
 @dataclass(frozen=True)
 class PreparedOutput:
@@ -63,6 +68,8 @@ class PreparedOutput:
         elsewhere: Adds up rows that are not here: given the step from which on they count, and
             whether the groups are kept apart, what they add, float64 [n, groups, d_out]. None where
             the layer has them.
+        inputs: int64 [n], the input of the user's that each query is of, where layers are asked
+            together; None where the queries are what the user gave.
     """
 
     queries: torch.Tensor
@@ -76,6 +83,7 @@ class PreparedOutput:
     max_residual: float = MAX_RESIDUAL
     explained: bool = True
     elsewhere: Callable[[int, bool], np.ndarray] | None = None
+    inputs: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -209,7 +217,9 @@ class DualOutputs:
                 rows = parts.values if question.grouping is None else parts.values.sum(axis=1)
                 whole = rows + parts.residual
                 whole = whole if question.grouping is None else whole + parts.initial
-            check_remainder(layer, parts.residual, whole, question.max_residual)
+            share = shares(parts.residual, whole)
+            if not (share <= question.max_residual).all():
+                raise self._too_large(layer, share, question.max_residual, question.inputs)
         return parts
 
     def check(self, layer: Layer, queries: torch.Tensor, most: float) -> None:
@@ -218,7 +228,7 @@ class DualOutputs:
         Args:
             layer: Which.
             queries: float32 [n, d_in].
-            most: As `check_remainder` takes it.
+            most: The largest |residual| / |whole|, Euclidean, of a query that is answered.
 
         Raises:
             FailedPreconditionError: The remainder is larger.
@@ -226,7 +236,24 @@ class DualOutputs:
         residual = self.remainder(layer.manifest, queries)
         whole = self.trained(layer.manifest, queries)
         if residual is not None and whole is not None:
-            check_remainder(layer, residual, whole, most)
+            share = shares(residual, whole)
+            if not (share <= most).all():
+                raise self._too_large(layer, share, most, None)
+
+    def unexplained(self, layer: IndexLayer) -> dict[str, float]:
+        """Of each parameter of a layer, what part of its length no row explains, in the trained
+        layer. Empty where that is not known."""
+        found = self._remainder_as_weights(layer)
+        if found is None or layer.final is None:
+            return {}
+        final = self._states.read(layer.final)
+        parts = {layer.weight: found.weight}
+        if layer.bias is not None and found.bias is not None:
+            parts[layer.bias] = found.bias
+        return {
+            name: float(part.norm() / torch.clamp(final[name].double().norm(), min=1e-300))
+            for name, part in parts.items()
+        }
 
     def remainder(self, layer: IndexLayer, queries: torch.Tensor) -> np.ndarray | None:
         """What neither the initial part nor any row explains of the trained layer's outputs.
@@ -239,10 +266,41 @@ class DualOutputs:
             float64 [n, d_out]; None where the index does not know the trained weights, or what all
             rows add up to.
         """
+        unexplained = self._remainder_as_weights(layer)
+        return None if unexplained is None else outputs_of(unexplained, queries)
+
+    def _too_large(
+        self, layer: Layer, share: np.ndarray, most: float, inputs: np.ndarray | None
+    ) -> FailedPreconditionError:
+        """The refusal of outputs of which too much is explained by no row: how much, and why."""
+        worst = int(np.argmax(share))
+        who, leave_out = f"query {worst}", ""
+        if inputs is not None:
+            who = f"input {inputs[worst]}"
+            leave_out = " leave the layer out with layers=[...],"
+        marks = [f"from step {m.from_step} on {m.reason}" for m in layer.manifest.inexact]
+        known = "; ".join(marks) or self._where_it_lies(layer.manifest)
+        return FailedPreconditionError(
+            f"layer {layer.name!r}: no row explains {share[worst]:.2g} of the output for {who}"
+            f"{f' ({known})' if known else ''}, and max_residual is {most:g};{leave_out} pass a "
+            "larger max_residual to be answered with that remainder beside the rows, or ask for "
+            "weights (top-k, sums), which are exact",
+            field="max_residual",
+            reason="RESIDUAL",
+        )
+
+    def _where_it_lies(self, layer: IndexLayer) -> str:
+        """In which parameter most of the remainder of a layer without marks lies."""
+        of = self.unexplained(layer)
+        if layer.bias not in of or of[layer.weight] >= of[layer.bias]:
+            return ""
+        noise = "" if self._ledger.family.scalar else f"; {_NOISE}"
+        return f"it lies in {layer.bias!r}: of {of[layer.bias]:.2g} of that bias{noise}"
+
+    def _remainder_as_weights(self, layer: IndexLayer) -> Affine | None:
         if layer.name not in self._remainders:
             self._remainders[layer.name] = self._remainder_of(layer)
-        unexplained = self._remainders[layer.name]
-        return None if unexplained is None else outputs_of(unexplained, queries)
+        return self._remainders[layer.name]
 
     def _remainder_of(self, layer: IndexLayer) -> Affine | None:
         """The trained weight and bias less the initial part and all rows: the same, as weights."""
@@ -424,34 +482,13 @@ def _stored(layer: IndexLayer, question: PreparedOutput) -> WholeGroups | None:
     return None if whole else parts
 
 
-def check_remainder(layer: Layer, residual: np.ndarray, whole: np.ndarray, most: float) -> None:
-    """Refuse outputs of which too much is explained by no row.
-
-    Args:
-        layer: Which.
-        residual: float64 [n, d_out], what no row explains.
-        whole: float64 [n, d_out], the outputs.
-        most: The largest |residual| / |whole|, Euclidean, of a query that is answered.
-
-    Raises:
-        FailedPreconditionError: One is larger, or not finite.
-    """
+def shares(residual: np.ndarray, whole: np.ndarray) -> np.ndarray:
+    """|residual| / |whole|, Euclidean, of outputs [n, d_out]: float64 [n], infinite where the whole
+    is zero or a number is not finite."""
     with np.errstate(all="ignore"):
         size = np.linalg.norm(residual, axis=1)
         share = np.where(size == 0, 0.0, size / np.linalg.norm(whole, axis=1))
-    worst = int(np.argmax(np.where(np.isnan(share), np.inf, share)))
-    if share[worst] <= most:
-        return
-    marks = layer.manifest.inexact
-    known = "; ".join(f"from step {mark.from_step} on {mark.reason}" for mark in marks)
-    raise FailedPreconditionError(
-        f"layer {layer.name!r}: no row explains {share[worst]:.2g} of the output for query {worst}"
-        f"{f' ({known})' if known else ''}, and max_residual is {most:g}; pass a larger "
-        "max_residual to be answered with that remainder beside the rows, or ask for weights "
-        "(top-k, sums), which are exact",
-        field="max_residual",
-        reason="RESIDUAL",
-    )
+    return np.where(np.isnan(share), np.inf, share)
 
 
 def _latest_state(layer: IndexLayer, at_step: int) -> tuple[int, FileEntry]:
