@@ -92,7 +92,7 @@ def test_while_training_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "being recorded by this process" in said
     assert "recorded with zero_rows=False" in said
     assert "not from step 1 on: the gradient was clipped by value" in said
-    assert "write it as nn.Linear" in said
+    assert "put it into an nn.Linear" in said
     training.recorder.close()
     assert holder_of(path) is None
     assert main(["record", "inspect", str(path)]) == 0

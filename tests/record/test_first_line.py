@@ -113,3 +113,36 @@ def test_layers_that_were_not_asked_for(tmp_path: Path, caplog: pytest.LogCaptur
         optimizer.step()
     assert "recording 1 layer, 50.0 % of" in caplog.text
     assert "'0' (not among layers=[...]; name it there)" in caplog.text
+
+
+class Around(nn.Module):
+    """A position embedding of its own, beside a layer; and one more that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = nn.Parameter(torch.zeros(4, 8))
+        self.kept = nn.Linear(8, 8)
+        self.adapted = nn.Linear(8, 8).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.adapted(self.kept(x + self.place))
+        return found
+
+
+@pytest.mark.parametrize("layers", [None, ["block.kept"]])
+def test_what_a_module_adds_by_itself_and_what_is_frozen(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, layers: list[str] | None
+) -> None:
+    """The parameter is named, not the module, whose layers are recorded."""
+    model = nn.ModuleDict({"block": Around(), "other": nn.Linear(8, 8)})
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    with Recorder(model, optimizer, tmp_path / "r", layers=layers):
+        model["block"](torch.randn(2, 4, 8)).sum().backward()
+        optimizer.step()
+    line = next(r.getMessage() for r in caplog.records if "recording" in r.getMessage())
+    recorded = 64 if layers else 128
+    assert f"{100 * recorded / 224:.1f} % of the model's matrix parameters " in line
+    assert f"({100 * recorded / 160:.1f} % of those that train)" in line
+    assert "'block.place' (used by Around itself, in no layer of its own; what is only" in line
+    assert "'block.adapted' (frozen: its weight requires no gradient" in line
+    assert ("'other' (not among layers=[...]" in line) == bool(layers)

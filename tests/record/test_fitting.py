@@ -180,7 +180,8 @@ def test_rows_that_are_of_no_example(tmp_path: Path, caplog: pytest.LogCaptureFi
             model(torch.randn(BATCH, WIDTH)).sum().backward()
             optimizer.step()
     (said,) = [entry.getMessage() for entry in caplog.records]
-    assert said.startswith("annotate(label=...) of shape [3] says nothing")
+    assert said.startswith("annotate(label=...) of shape [3] says nothing of the rows of layer")
+    assert "'table', whose leading dimensions are [7]" in said
     recording = Recording.open(tmp_path / "r")
     for layer, labels in (("table", [None] * 7), ("head", [5, 6, 7])):
         for record_ in recording.passes(layer):

@@ -51,13 +51,12 @@ class StepBlocks:
         self._of_step = of_step
         self._numbers: dict[tuple[int, Shape, str | None, int, bytes], int] = {}
         self._seen: dict[tuple[str, int, Shape, str | None], int] = {}
-        annotations: dict[int, tuple[Mapping[str, Column], dict[Shape, None]]] = {}
-        for _, item in passes:
+        annotations: dict[int, tuple[Mapping[str, Column], dict[Shape, str]]] = {}
+        for layer, item in passes:
             _, shapes = annotations.setdefault(id(item.annotation), (item.annotation, {}))
-            shapes[item.leading] = None
+            shapes.setdefault(item.leading, layer)
         self._columns = {
-            key: fitting.fit(columns, list(shapes))
-            for key, (columns, shapes) in annotations.items()
+            key: fitting.fit(columns, shapes) for key, (columns, shapes) in annotations.items()
         }
         self._choice = StepChoice(sampling, step)
         for columns, shapes in annotations.values():

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 LOGGER = logging.getLogger("dualform.record.start")
@@ -26,19 +27,27 @@ class Coverage:
         layers: How many layers are recorded.
         recorded: Elements of their weights.
         matrices: Elements of all of the model's parameters with two axes or more.
-        left_out: Modules that hold matrices and are not recorded, by reason; of the model itself,
-            which has no name, the parameters.
+        trained: Elements of those of them that training moves.
+        recorded_trained: Elements of the recorded weights that it moves.
+        left_out: Modules that hold matrices and are not recorded, by reason; of a module that holds
+            other modules and is of no kind, as of the model itself, the parameters.
     """
 
     layers: int
     recorded: int
     matrices: int
+    trained: int
+    recorded_trained: int
     left_out: Mapping[str, tuple[str, ...]]
 
     def __str__(self) -> str:
         share = 100 * self.recorded / max(1, self.matrices)
         plural = "" if self.layers == 1 else "s"
-        return f"{self.layers} layer{plural}, {share:.1f} % of the model's matrix parameters"
+        text = f"{self.layers} layer{plural}, {share:.1f} % of the model's matrix parameters"
+        if self.trained < self.matrices:
+            share = 100 * self.recorded_trained / max(1, self.trained)
+            text += f" ({share:.1f} % of those that train)"
+        return text
 
     def first_line(
         self,
@@ -77,8 +86,9 @@ def cover(
     model: nn.Module,
     modules: Collection[nn.Module],
     reasons: Mapping[str, str],
-    asked: bool,
+    unasked: Collection[nn.Module],
     layers: int,
+    held: Callable[[torch.Tensor], bool],
 ) -> Coverage:
     """Count.
 
@@ -86,29 +96,33 @@ def cover(
         model: The whole model.
         modules: The modules whose weights are recorded.
         reasons: Why a module is not, by name, where that is known.
-        asked: The user said which layers to record.
+        unasked: Modules that might be recorded, had the user not said which layers to record.
         layers: How many layers these modules make.
+        held: Whether the optimizer holds a parameter.
     """
-    recorded_ids = set(map(id, modules))
+    recorded_ids, unasked_ids = set(map(id, modules)), set(map(id, unasked))
     seen: set[int] = set()
-    recorded = total = 0
+    counts = dict.fromkeys(("recorded", "matrices", "trained", "recorded_trained"), 0)
     groups: dict[str, list[str]] = {}
     # Recorded ones first: a tied weight counts as recorded.
     ordered = sorted(model.named_modules(), key=lambda pair: id(pair[1]) not in recorded_ids)
     for name, module in ordered:
-        named = {n: p for n, p in module.named_parameters(recurse=False) if p.dim() > 1}
-        matrices = list(named.values())
-        fresh = [p for p in matrices if id(p) not in seen]
-        seen.update(map(id, matrices))
-        size = sum(p.numel() for p in fresh)
-        total += size
-        if id(module) in recorded_ids:
-            recorded += size
-        elif matrices:
-            # The model itself has no name: its parameters have.
-            found = groups.setdefault(_reason(name, module, reasons, asked), [])
-            found.extend([name] if name else named)
-    return Coverage(layers, recorded, total, {why: tuple(names) for why, names in groups.items()})
+        matrices = _matrices(module)
+        there = id(module) in recorded_ids
+        for parameter in matrices.values():
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            moves = parameter.requires_grad and held(parameter)
+            counts["matrices"] += parameter.numel()
+            counts["trained"] += moves * parameter.numel()
+            counts["recorded"] += there * parameter.numel()
+            counts["recorded_trained"] += there * moves * parameter.numel()
+        if matrices and not there:
+            why, names = _left_out(name, module, reasons, id(module) in unasked_ids)
+            groups.setdefault(why, []).extend(names)
+    left_out = {why: tuple(names) for why, names in groups.items()}
+    return Coverage(layers, left_out=left_out, **counts)
 
 
 def say(line: str) -> None:
@@ -132,14 +146,28 @@ def size_text(count: float) -> str:
     return f"{count / 1e3:.2f} kB"
 
 
-def _reason(name: str, module: nn.Module, reasons: Mapping[str, str], asked: bool) -> str:
+def _matrices(module: nn.Module) -> dict[str, nn.Parameter]:
+    """A module's parameters of two axes or more, without those of modules in it."""
+    return {n: p for n, p in module.named_parameters(recurse=False) if p.dim() > 1}
+
+
+def _left_out(
+    name: str, module: nn.Module, reasons: Mapping[str, str], unasked: bool
+) -> tuple[str, list[str]]:
+    """Why a module's matrices are not recorded, and by what name that is said of them."""
     owner = f".{name}".partition(".parametrizations.")[0][1:]  # whose weight is computed from it
-    known = reasons.get(owner)
-    if known is not None:
-        return known
-    if asked:
-        return "not among layers=[...]; name it there"
+    if owner in reasons:
+        return reasons[owner], [name]
+    if unasked:
+        return "not among layers=[...]; name it there", [name]
+    kind = type(module).__name__
+    if name and not any(module.children()):
+        return (
+            f"{kind} is of no kind that is recorded; where it is a product with a matrix, write "
+            "it as nn.Linear"
+        ), [name]
+    # Of a module named as a whole the layers in it would seem to be left out, too.
     return (
-        f"{type(module).__name__} is of no kind that is recorded; where it is a product with a "
-        "matrix, write it as nn.Linear"
-    )
+        f"used by {kind} itself, in no layer of its own; what is only added, as a position "
+        "embedding, has no keys; where it is a factor of a product, put it into an nn.Linear"
+    ), [f"{name}.{each}" if name else each for each in _matrices(module)]

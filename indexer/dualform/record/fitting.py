@@ -36,13 +36,13 @@ class Fitting:
         self._said: set[str] = set()
 
     def fit(
-        self, columns: Mapping[str, Column], shapes: Sequence[Shape]
+        self, columns: Mapping[str, Column], shapes: Mapping[Shape, str]
     ) -> dict[Shape, dict[str, np.ndarray]]:
         """What an annotation says of the rows of the passes that it holds for.
 
         Args:
             columns: The annotation; `rows`, which rows are recorded, among them.
-            shapes: Of the passes of all layers.
+            shapes: Of the passes of all layers, each with a layer that has it.
 
         Returns:
             By shape: columns as `Block` has them. A column that says nothing of such rows is not
@@ -58,7 +58,9 @@ class Fitting:
                     found[shape][name] = values
                 elif name not in self._said:
                     self._said.add(name)
-                    _LOGGER.warning("%s", _silent(name, column.shape, shape))
+                    # Rows that the batch shares, as a position embedding's, are as they should be.
+                    level = logging.INFO if shape[:1] == (1,) else logging.WARNING
+                    _LOGGER.log(level, "%s", _silent(name, column.shape, shape, shapes[shape]))
         return found
 
 
@@ -197,16 +199,16 @@ def _there(values: np.ndarray) -> np.ndarray:
     return np.ones(values.shape, np.bool_)
 
 
-def _silent(name: str, given: Shape, leading: Shape) -> str:
+def _silent(name: str, given: Shape, leading: Shape, layer: str) -> str:
     what = "all of them are recorded" if name == ROWS else "it is null there"
     if _turned(given, leading) is not None:
         return (
-            f"annotate({name}=...): leading dimensions {list(leading)} of a recorded layer's input "
-            f"may be windows of {leading[1]} places, or come sequence first for {leading[1]} "
-            f"examples, so {what}; any other batch size tells"
+            f"annotate({name}=...): leading dimensions {list(leading)} of the input of layer "
+            f"{layer!r} may be windows of {leading[1]} places, or come sequence first for "
+            f"{leading[1]} examples, so {what}; any other batch size tells"
         )
     return (
-        f"annotate({name}=...) of shape {list(given)} says nothing of a recorded layer's rows, "
+        f"annotate({name}=...) of shape {list(given)} says nothing of the rows of layer {layer!r}, "
         f"whose leading dimensions are {list(leading)}: {what}"
     )
 

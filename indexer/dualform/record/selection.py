@@ -51,6 +51,14 @@ class SelectedLayer:
         return parts + [tied.module for tied in self.tied]
 
 
+_NOT_HELD = {
+    True: "its weight is not among the optimizer's parameters; give it to the optimizer",
+    False: "frozen: its weight requires no gradient and the optimizer does not hold it, so "
+    "training leaves it as it is; to record it, let it train",
+}
+"""Why a layer is not recorded whose weight the optimizer lacks, by whether it is to be trained."""
+
+
 @dataclass(frozen=True)
 class Selection:
     """The layers to record, in the model's order, and what that leaves out."""
@@ -96,12 +104,21 @@ def select_layers(
     ]
     reasons = {name: why for name, why in {**refusals, **unsupported}.items() if why is not None}
     recorded = [module for layer in layers for module in layer.modules()]
-    return Selection(layers, cover(model, recorded, reasons, patterns is not None, len(layers)))
+    unasked = [] if patterns is None else _all_modules(kinds, modules)
+    return Selection(layers, cover(model, recorded, reasons, unasked, len(layers), held))
 
 
 def _holders(kinds: Mapping[str, LayerKind]) -> dict[str, nn.Module]:
     """Of layers that share a module, that module."""
     return {name: kind.holder for name, kind in kinds.items() if kind.holder is not None}
+
+
+def _all_modules(
+    kinds: Mapping[str, LayerKind], modules: Mapping[str, nn.Module]
+) -> list[nn.Module]:
+    """Those that are layers, or parts of some."""
+    names = [part_name(name, part) for name, kind in kinds.items() for part in ("", *kind.parts)]
+    return [modules[name.removesuffix(".")] for name in names]
 
 
 def _all(
@@ -185,7 +202,7 @@ def _refusal(
     if weight.is_complex():
         return f"its weight is {str(weight.dtype).removeprefix('torch.')}: only real ones can be"
     if not held(weight):
-        return "its weight is not among the optimizer's parameters; give it to the optimizer"
+        return _NOT_HELD[weight.requires_grad]
     # Of a module that is several layers, the name without the weight's and the piece's.
     home = name if kind.holder is None else ".".join(name.split(".")[:-2])
     others = [part_name(*user) for user in owners.get(id(weight), ()) if user[0] != home]
