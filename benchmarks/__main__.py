@@ -1,6 +1,7 @@
 """Run one benchmark by name.
 
     python -m benchmarks recorder    what the recorder adds to a training loop
+    python -m benchmarks stacks      the same in the stacks that people train in; bytes; coverage
     python -m benchmarks packing     what packing leaves of recordings, and how fast it is
     python -m benchmarks adamw       AdamW: building, masked outputs, contributions; exactness
     python -m benchmarks build       index build beside cp and sync of the same recording
@@ -30,6 +31,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 NAMES = (
     "recorder",
+    "stacks",
     "packing",
     "adamw",
     "build",

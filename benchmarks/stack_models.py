@@ -82,7 +82,7 @@ def trainer(
     path: Path | None,
 ) -> None:
     """transformers' Trainer, with its own optimizer, warm-up, decay and clipping."""
-    from transformers import Trainer, TrainingArguments
+    from transformers import PrinterCallback, Trainer, TrainingArguments
 
     from dualform.record.integrations.transformers import RecorderCallback
 
@@ -106,7 +106,9 @@ def trainer(
         disable_tqdm=True,
     )
     callbacks = [] if path is None else [RecorderCallback(path, annotate=stack.columns)]
-    InOrder(model, arguments, train_dataset=examples, callbacks=callbacks).train()
+    made = InOrder(model, arguments, train_dataset=examples, callbacks=callbacks)
+    made.remove_callback(PrinterCallback)
+    made.train()
 
 
 def lightning(

@@ -282,10 +282,12 @@ class JoinedKind(LayerKind):
 
 
 def bare(model: nn.Module) -> nn.Module:
-    """The model that torch.compile and DistributedDataParallel wrap: layers are called as in it."""
+    """The model that torch.compile, DataParallel and DistributedDataParallel wrap: layers are
+    called as in it."""
+    wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
     while True:
         inner = getattr(model, "_orig_mod", None)
-        if inner is None and isinstance(model, nn.parallel.DistributedDataParallel):
+        if inner is None and isinstance(model, wrappers):
             inner = model.module
         if not isinstance(inner, nn.Module):
             return model

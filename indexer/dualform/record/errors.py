@@ -23,7 +23,7 @@ class RecordError(DualformError):
 
 
 class OptionError(RecordError, ValueError):
-    """`every`, `sample`, `seed`, `zero_rows` or `pack` is none of the values that it may have."""
+    """An option, such as `every` or `pack`, or the path is none of the values that it may be."""
 
 
 class OptimizerError(RecordError, TypeError):

@@ -33,7 +33,7 @@ from dualform.record.row_choice import reason_of, sampling_of
 from dualform.record.selection import select_layers
 from dualform.record.sink import Sink, StepBatch
 from dualform.record.unclosed import closed_in_the_end
-from dualform.record.wrapped import unwrapped
+from dualform.record.wrapped import check_given, unwrapped
 from dualform.store.ledger import InexactMark
 from dualform.store.recording_format import RecordingManifest
 
@@ -43,6 +43,13 @@ _STEPS_WITHOUT_IDS = 50
 """After so many steps without an example's id a warning comes, once."""
 
 _Layer = RecordedLayer | JoinedLayer
+
+IN_THE_LOOP = (
+    "let batches carry what is annotated (dualform.record.indexed does so with ids), and call "
+    "annotate in the training loop, before the forward pass; where a forked process trains, make "
+    "the recorder there"
+)
+"""What to do instead of taking a recorder to another process."""
 
 STATE_RATIO = 64
 """A state is kept whenever so many times its bytes were recorded since the last: at most 1.6 % more
@@ -90,8 +97,9 @@ class Recorder:
             time, in the writing thread; `dualform record pack` does the same after training.
 
     Raises:
-        OptionError: `every`, `sample`, `seed`, `zero_rows` or `pack` has no such value.
-        LayerSelectionError: `layers` names nothing that can be recorded, or weights are sharded.
+        OptionError: `every`, `sample`, `seed`, `zero_rows`, `pack` or the path has no such value.
+        LayerSelectionError: `layers` names nothing that can be recorded, weights are sharded or
+            copied to several devices, or `model` is none.
         OptimizerError: `optimizer` is none.
         RecordingExistsError: The path exists, and `resume_at_step` is not given.
         RecordingFailedError: The recording can't be started, such as on a full disk.
@@ -119,6 +127,7 @@ class Recorder:
     ) -> None:
         self._sampling = sampling_of(every, sample, seed, zero_rows)
         is_path = isinstance(path_or_sink, (str, os.PathLike))
+        check_given(model, path_or_sink)
         check_pack(pack, is_path or isinstance(path_or_sink, DiskSink))
         optimizer = unwrapped(optimizer)
         check_compiled(model)
@@ -198,6 +207,7 @@ class Recorder:
                 did not have before; `rows` is no mask. Sizes are checked at the step, before it
                 moves the weights.
             RecorderClosedError: After `close`.
+            RecordError: In another process, such as a worker of a DataLoader.
         """
         self._check_open()
         self._annotations.set(columns, rows)
@@ -244,7 +254,7 @@ class Recorder:
         Raises:
             RecordingFailedError: The sink failed, such as on a full disk.
         """
-        if self._closed:
+        if self._closed or os.getpid() != self._process:  # a fork's copy has no part in it
             return
         self._closed = True
         self._unhook()
@@ -310,6 +320,7 @@ class Recorder:
     @np.errstate(all="ignore")
     def _prepare(self) -> None:
         """Close the accumulation: judge the gradients, build the step. Weights are as before."""
+        self._check_process()
         self._sink.check()
         self._optimizer.refresh()
         step = self._step
@@ -457,7 +468,20 @@ class Recorder:
                     state[f"{buffer}:{name}"] = _array(tensor)
         return state
 
+    def __reduce__(self) -> Any:
+        raise RecordError(f"a Recorder stays in the process that it was made in; {IN_THE_LOOP}")
+
+    def _check_process(self) -> None:
+        """A fork, such as a data loader's worker, has a copy of the recorder, of no effect."""
+        if os.getpid() != self._process:
+            raise RecordError(
+                f"this recorder is that of process {self._process}, and this is process "
+                f"{os.getpid()}, such as a worker of a DataLoader, where nothing is recorded; "
+                f"{IN_THE_LOOP}"
+            )
+
     def _check_open(self) -> None:
+        self._check_process()
         if self._closed:
             raise RecorderClosedError(
                 "this recorder is closed; make a new Recorder with a new path, and annotate "

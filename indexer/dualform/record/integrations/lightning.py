@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from dualform.record.errors import OptimizerError
+from dualform.record.errors import OptimizerError, RecordError
 from dualform.record.integrations.batches import DEFAULT, BatchColumns, Rows, Wanted
 from dualform.record.recorder import Recorder
 
@@ -61,6 +61,13 @@ class RecorderCallback(Callback):  # type: ignore[misc]
         self._columns = BatchColumns(annotate, rows)
         self._which = optimizer
         self._options = dict(options or {})
+
+    def on_init_end(self, *_: Any, **__: Any) -> None:
+        """What transformers' Trainer calls first of its own callbacks."""
+        raise RecordError(
+            "this RecorderCallback is Lightning's; transformers' Trainer takes that of "
+            "dualform.record.integrations.transformers"
+        )
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Model and optimizers are as training finds them, a checkpoint's where it resumes."""
