@@ -2,6 +2,7 @@
 
     python -m benchmarks recorder    what the recorder adds to a training loop
     python -m benchmarks stacks      the same in the stacks that people train in; bytes; coverage
+    python -m benchmarks fine-tune   bytes a token of a fine-tune, by what of it is recorded
     python -m benchmarks packing     what packing leaves of recordings, and how fast it is
     python -m benchmarks adamw       AdamW: building, masked outputs, contributions; exactness
     python -m benchmarks build       index build beside cp and sync of the same recording
@@ -32,6 +33,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 NAMES = (
     "recorder",
     "stacks",
+    "fine-tune",
     "packing",
     "adamw",
     "build",
@@ -55,7 +57,7 @@ def main() -> None:
         print(__doc__, file=sys.stderr)
         raise SystemExit(0 if sys.argv[1:] in (["-h"], ["--help"]) else 2)
     name = sys.argv.pop(1)
-    importlib.import_module(f"benchmarks.{name}").main()
+    importlib.import_module(f"benchmarks.{name.replace('-', '_')}").main()
 
 
 if __name__ == "__main__":

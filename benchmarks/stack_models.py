@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,9 +22,17 @@ VOCABULARY, CLASSES = 50, 5
 
 Example = Mapping[str, torch.Tensor]
 Loop = Callable[..., None]
-"""loop(stack, model, examples, optimizer, folder, path): trains in the order of the examples, one
-step for each batch; `optimizer` is "SGD" or "AdamW". It records to `path` unless that is None;
-`folder` is for what the framework itself writes."""
+"""loop(stack, model, examples, optimizer, folder, run): trains in the order of the examples, one
+step for each batch; `optimizer` is "SGD" or "AdamW"; `folder` is for what the framework itself
+writes."""
+
+
+class Run(NamedTuple):
+    """Where a loop records, and by which options of the recorder."""
+
+    path: Path
+    options: Mapping[str, Any]
+
 
 RATES = {"SGD": 0.02, "AdamW": 1e-3}
 
@@ -51,13 +59,20 @@ class Stack:
     takes: tuple[str, ...]
 
     def train(
-        self, model: nn.Module, optimizer: str, steps: int, folder: Path, path: Path | None
+        self,
+        model: nn.Module,
+        optimizer: str,
+        steps: int,
+        folder: Path,
+        path: Path | None,
+        **options: Any,
     ) -> None:
-        """Train on examples that come once each; recorded where there is a path."""
+        """Train on examples that come once each; recorded, by these options, if there is a path."""
+        run = None if path is None else Run(path, options)
         model.train()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the frameworks' own
-            self.loop(self, model, self.examples(steps * self.batch, 1), optimizer, folder, path)
+            self.loop(self, model, self.examples(steps * self.batch, 1), optimizer, folder, run)
 
     def given(self, examples: Sequence[Example]) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
         """What the model's forward takes of some examples, by place and by name."""
@@ -79,7 +94,7 @@ def trainer(
     examples: Sequence[Example],
     optimizer: str,
     folder: Path,
-    path: Path | None,
+    run: Run | None,
 ) -> None:
     """transformers' Trainer, with its own optimizer, warm-up, decay and clipping."""
     from transformers import PrinterCallback, Trainer, TrainingArguments
@@ -105,7 +120,9 @@ def trainer(
         save_strategy="no",
         disable_tqdm=True,
     )
-    callbacks = [] if path is None else [RecorderCallback(path, annotate=stack.columns)]
+    callbacks = []
+    if run is not None:
+        callbacks = [RecorderCallback(run.path, annotate=stack.columns, options=run.options)]
     made = InOrder(model, arguments, train_dataset=examples, callbacks=callbacks)
     made.remove_callback(PrinterCallback)
     made.train()
@@ -117,7 +134,7 @@ def lightning(
     examples: Sequence[Example],
     optimizer: str,
     folder: Path,
-    path: Path | None,
+    run: Run | None,
 ) -> None:
     """Lightning's Trainer, clipping gradients."""
     from lightning import LightningModule, Trainer
@@ -135,12 +152,15 @@ def lightning(
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return optimizer_of(self.net, optimizer)
 
+    callbacks = []
+    if run is not None:
+        callbacks = [RecorderCallback(run.path, annotate=stack.columns, options=run.options)]
     Trainer(
         max_epochs=1,
         accelerator="cpu",
         devices=1,
         gradient_clip_val=1.0,
-        callbacks=[] if path is None else [RecorderCallback(path, annotate=stack.columns)],
+        callbacks=callbacks,
         default_root_dir=folder,
         logger=False,
         enable_checkpointing=False,
@@ -155,7 +175,7 @@ def accelerate(
     examples: Sequence[Example],
     optimizer: str,
     folder: Path,
-    path: Path | None,
+    run: Run | None,
 ) -> None:
     """A loop with accelerate, which clips."""
     from accelerate import Accelerator  # type: ignore[import-untyped]
@@ -168,7 +188,7 @@ def accelerate(
         accelerator.backward(loss)
         accelerator.clip_grad_norm_(net.parameters(), 1.0)
 
-    _loop(stack, net, optim, loader, backward, path)
+    _loop(stack, net, optim, loader, backward, run)
 
 
 def plain(
@@ -177,11 +197,11 @@ def plain(
     examples: Sequence[Example],
     optimizer: str,
     folder: Path,
-    path: Path | None,
+    run: Run | None,
 ) -> None:
     """A loop as torch's tutorials have it."""
     loader: Any = torch.utils.data.DataLoader(examples, stack.batch)  # type: ignore[arg-type]
-    _loop(stack, model, optimizer_of(model, optimizer), loader, torch.Tensor.backward, path)
+    _loop(stack, model, optimizer_of(model, optimizer), loader, torch.Tensor.backward, run)
 
 
 def _loop(
@@ -190,9 +210,9 @@ def _loop(
     optimizer: Any,
     loader: Any,
     backward: Callable[[torch.Tensor], Any],
-    path: Path | None,
+    run: Run | None,
 ) -> None:
-    recorder = None if path is None else Recorder(model, optimizer, path)
+    recorder = None if run is None else Recorder(model, optimizer, run.path, **run.options)
     try:
         for batch in loader:
             if recorder is not None:

@@ -6,8 +6,8 @@
 Each stack of `benchmarks.stack_models` trains with and without the recorder in turns, by its own
 loop from the same weights; a ratio is the median of the rounds' own ratios. Time begins with the
 loop and ends when all is on disk. CPU time is the whole process's, the writing thread included.
-Bytes per step are those of keys and values: each layer's by itself, and as they lie on disk, where
-what several layers see is written once.
+Bytes per step are those of keys and values: each layer's by itself; as they lie on disk, where what
+several layers see is written once; and packed (`pack=True`), in a run that is not timed.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class Result:
         plain_cpu_ms: Of a step without.
         bytes_per_layer: Of a step's keys and values, each layer's by itself.
         bytes_on_disk: As they are written.
+        bytes_packed: With `pack=True`.
         covered: Elements of recorded weights among those of all matrices that train.
         layers: How many are recorded.
     """
@@ -51,6 +52,7 @@ class Result:
     plain_cpu_ms: float
     bytes_per_layer: int
     bytes_on_disk: int
+    bytes_packed: int
     covered: float
     layers: int
 
@@ -77,6 +79,8 @@ def measure(name: str, stack: Stack, optimizer: str, width: int, rounds: int, st
             if number < rounds:
                 shutil.rmtree(folder / f"run-{number}")
         per_layer, on_disk = _bytes(folder / f"run-{rounds}", steps)
+        stack.train(model, optimizer, steps, folder / "out", folder / "packed", pack=True)
+        _, packed = _bytes(folder / "packed", steps)
         coverage = select_layers(model, None, lambda p: p.requires_grad).coverage
     finally:
         shutil.rmtree(folder)
@@ -91,6 +95,7 @@ def measure(name: str, stack: Stack, optimizer: str, width: int, rounds: int, st
         1e3 * statistics.median(without[0] for without, _ in pairs) / steps,
         per_layer,
         on_disk,
+        packed,
         coverage.recorded_trained / coverage.trained,
         coverage.layers,
     )
@@ -137,10 +142,11 @@ def main() -> None:
 
 def _row(each: Result) -> str:
     low, high = each.cpu_range
+    sizes = (each.bytes_per_layer, each.bytes_on_disk, each.bytes_packed)
     return (
         f"| {each.stack} | {each.layers} | {100 * each.covered:.1f} % | {each.plain_cpu_ms:.0f} ms "
         f"| {each.cpu_ratio:.2f} ({low:.2f} to {high:.2f}) | {each.wall_ratio:.2f} "
-        f"| {each.bytes_per_layer / 1e6:.2f} MB | {each.bytes_on_disk / 1e6:.2f} MB |"
+        f"| {' | '.join(f'{size / 1e6:.2f} MB' for size in sizes)} |"
     )
 
 

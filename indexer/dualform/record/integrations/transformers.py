@@ -68,12 +68,16 @@ class RecorderCallback(TrainerCallback):  # type: ignore[misc]
         self._options = dict(options or {})
         self._trainer: Any = None
 
-    def setup(self, *_: Any, **__: Any) -> None:
-        """What Lightning's Trainer calls first of its own callbacks."""
+    @property
+    def state_key(self) -> str:
+        """What Lightning's Trainer asks first of its own callbacks."""
         raise RecordError(
             "this RecorderCallback is transformers'; Lightning's Trainer takes that of "
             "dualform.record.integrations.lightning"
         )
+
+    def on_exception(self, *_: Any, **__: Any) -> None:
+        """What it calls then."""
 
     def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """The trainer is made."""
