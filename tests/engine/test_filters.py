@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from soak.counts import count
 
 from dualform.engine.errors import CancelledError, InvalidArgumentError
-from dualform.engine.rows import bitmaps
+from dualform.engine.rows import bitmaps, table
 from dualform.engine.rows.bitmaps import Bitmaps
 from dualform.engine.rows.filters import MAX_DEPTH, evaluate
+from dualform.engine.rows.table import Table
 from dualform.store.grouping import group
 from dualform.v1 import attribution_pb2 as pb
 
@@ -248,3 +249,27 @@ def test_who_gives_up_waits_for_one_comparison_at_most() -> None:
     few = pb.Filter(any_of=pb.FilterList(filters=where.any_of.filters[:100]))
     assert evaluate(few, {"step": column}).sum() == 60
     assert pa.total_allocated_bytes() - allocated < rows
+
+
+def test_a_filter_that_comes_again_is_not_evaluated_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = np.arange(1000)
+    rows = Table(steps, steps, lambda: {"step": pa.array(steps)})
+    evaluated = []
+
+    def counted(where: pb.Filter, *rest: object) -> np.ndarray:
+        evaluated.append(where)
+        return evaluate(where, *rest)
+
+    monkeypatch.setattr(table, "evaluate", counted)
+    filters = [compare("step", pb.OPERATOR_LT, bound) for bound in (7, 900, 7, 900, 20)]
+    for where, bound in zip(filters, (7, 900, 7, 900, 20), strict=True):
+        np.testing.assert_array_equal(rows.select(where), steps < bound)
+        np.testing.assert_array_equal(rows.select(where, 5), (steps < bound) & (steps < 5))
+    assert len(evaluated) == 3
+    with pytest.raises(ValueError, match="read-only"):
+        rows.select(filters[0])[0] = False
+    monkeypatch.setattr(table, "KEPT_BYTES", 2200)  # two masks of a thousand rows, and no third
+    fourth = compare("step", pb.OPERATOR_LT, 33)
+    for where, times in ((fourth, 4), (fourth, 4), (filters[0], 4), (filters[1], 5)):
+        rows.select(where)
+        assert len(evaluated) == times  # filters[1] was the oldest

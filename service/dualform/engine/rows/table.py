@@ -6,6 +6,7 @@ An index knows all rows of a row space (`rows.Rows`); a live training run knows 
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from functools import cached_property
 
@@ -17,6 +18,9 @@ from dualform.engine.rows.bitmaps import Bitmaps
 from dualform.engine.rows.filters import evaluate
 from dualform.store.grouping import Grouping, group
 from dualform.v1 import attribution_pb2 as pb
+
+KEPT_BYTES = 16 << 20
+"""What filters selected is kept for those that come again, up to so many bytes of each table."""
 
 
 class Table:
@@ -45,6 +49,7 @@ class Table:
         self.everything.flags.writeable = False
         self._columns = columns
         self._groupings: dict[str, Grouping] = {}
+        self._selected: OrderedDict[bytes, np.ndarray] = OrderedDict()
         self._lock = threading.RLock()
 
     @cached_property
@@ -78,13 +83,25 @@ class Table:
         """Which rows take part; `stop` is asked before each comparison.
 
         Returns:
-            bool [total], by position.
+            bool [total], by position; only to be read.
         """
-        if where is None:
-            mask = self.everything
-        else:
-            mask = evaluate(where, self.columns, self.bitmaps_of, stop)
+        mask = self.everything if where is None else self._filtered(where, stop)
         return mask if before_step is None else mask & (self.steps < before_step)
+
+    def _filtered(self, where: pb.Filter, stop: Callable[[], bool] | None) -> np.ndarray:
+        """What a filter selects, by which the same filter is answered when it comes again."""
+        key = where.SerializeToString(deterministic=True)
+        with self._lock:
+            if key in self._selected:
+                self._selected.move_to_end(key)
+                return self._selected[key]
+        mask = evaluate(where, self.columns, self.bitmaps_of, stop)
+        mask.flags.writeable = False
+        with self._lock:
+            self._selected[key] = mask
+            while sum(len(k) + kept.nbytes for k, kept in self._selected.items()) > KEPT_BYTES:
+                self._selected.popitem(last=False)
+        return mask
 
     def bitmaps_of(self, column: str) -> Bitmaps | None:
         """What filters of the column are made from, where that pays; None where it does not."""
