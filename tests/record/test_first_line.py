@@ -146,3 +146,30 @@ def test_what_a_module_adds_by_itself_and_what_is_frozen(
     assert "'block.place' (used by Around itself, in no layer of its own; what is only" in line
     assert "'block.adapted' (frozen: its weight requires no gradient" in line
     assert ("'other' (not among layers=[...]" in line) == bool(layers)
+
+
+class Signed(torch.optim.Optimizer):
+    """Of no family."""
+
+    def __init__(self, parameters: object) -> None:
+        super().__init__(parameters, {"lr": 0.1})  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            parameter -= 0.1 * parameter.grad.sign()
+
+
+def test_values_that_serve_no_answer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Where nobody knows what a row moved, keys alone are suggested, with what they take."""
+    for name, values in (("both", True), ("keys", False)):
+        model = nn.Linear(2000, 3)
+        optimizer = Signed(model.parameters())
+        with Recorder(model, optimizer, tmp_path / name, values=values):
+            model(torch.randn(4, 2000)).sum().backward()
+            optimizer.step()
+    both, keys = (r.getMessage() for r in caplog.records if "recording" in r.getMessage())
+    assert "36.86 kB per step" in both
+    assert "not known under Signed, so values serve no answer: values=False takes 32.77 kB" in both
+    assert "32.77 kB per step" in keys
+    assert "serve no answer" not in keys

@@ -18,7 +18,7 @@ from dualform.record.blocks import StepBlocks, rows_bytes
 from dualform.record.buffers import Pool
 from dualform.record.capture import Tape
 from dualform.record.compiled import HooksSeen, check_compiled
-from dualform.record.coverage import say
+from dualform.record.coverage import say, size_text
 from dualform.record.disk import DiskSink, check_pack
 from dualform.record.elements import SampledElements
 from dualform.record.errors import RecorderClosedError, RecordError, ResumeError
@@ -344,15 +344,32 @@ class Recorder:
             step, passes, blocks.blocks, ledger, tuple(self._marks), dropped=blocks.dropped
         )
         if step == self._first_step:
-            size = batch.written if batch.passes else int(size * self._sampling.sample)
-            size //= self._sampling.every
-            self._sink.begin(self._state(), size, self._planned_steps)
-            room = getattr(self._sink, "room", None)
-            to = "" if room is None else f", to {room(size, self._planned_steps)}"
-            if self._replica.first:
-                ranks = self._replica.rank and self._replica.rank.world
-                say(self._coverage.first_line(size, self._sampling.options, to, ranks, self._pack))
+            self._begin(batch, size)
         self._open_step = batch
+
+    def _begin(self, batch: StepBatch, whole: int) -> None:
+        """Start the sink with the first step, and say what is recorded.
+
+        Args:
+            whole: Bytes of all of its rows, those included that are left out.
+        """
+        size = batch.written if batch.passes else int(whole * self._sampling.sample)
+        size //= self._sampling.every
+        self._sink.begin(self._state(), size, self._planned_steps)
+        if not self._replica.first:
+            return
+        room = getattr(self._sink, "room", None)
+        to = "" if room is None else f", to {room(size, self._planned_steps)}"
+        ranks = self._replica.rank and self._replica.rank.world
+        line = self._coverage.first_line(size, self._sampling.options, to, ranks, self._pack)
+        if self._values and not self._optimizer.family.explains:
+            keys = batch._replace(passes=[item._replace(values=None) for item in batch.passes])
+            line += (
+                f". What a row moved is not known under {self._optimizer.name}, so values serve no "
+                f"answer: values=False takes {size_text(keys.written // self._sampling.every)} "
+                "per step"
+            )
+        say(line)
 
     def _after_step(self, *_: Any) -> None:
         """The step's post-hook: the weights have moved."""
