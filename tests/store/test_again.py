@@ -16,9 +16,11 @@ from dualform.store import DamagedError, recording_records
 from dualform.store.files import digest, write_sealed
 from dualform.store.ledger import LedgerRow
 from dualform.store.packing import PLAIN, PLANES, ZSTD
+from dualform.store.ranks import Rank
 from dualform.store.recording import LayerSpec, Recording, RecordingManifest
 from dualform.store.recording_again import ADDRESS, AGAIN, Again, EarlierRows
 from dualform.store.recording_format import read_sealed
+from dualform.store.recording_ranks import open_recordings
 from dualform.store.recording_writer import Record, RecordingWriter, StepPass
 from dualform.store.row_metadata import Block
 
@@ -35,10 +37,14 @@ def record(array: np.ndarray, rows: int = 0, encoding: str = "float32") -> Recor
 
 
 def write(
-    path: Path, passes: list[np.ndarray], encoding: str = "float32", commit_every: int = 2
+    path: Path,
+    passes: list[np.ndarray],
+    encoding: str = "float32",
+    commit_every: int = 2,
+    rank: Rank | None = None,
 ) -> None:
     """Each of these keys in a step of its own."""
-    manifest = RecordingManifest("SGD", {"a": LAYER}, True, "test", packed=True)
+    manifest = RecordingManifest("SGD", {"a": LAYER}, True, "test", ranks=rank, packed=True)
     writer = RecordingWriter(path, manifest)
     writer.write_initial({"a.weight": np.zeros((1, WIDTH), np.float32)})
     for step, keys in enumerate(passes):
@@ -84,6 +90,22 @@ def test_rows_of_earlier_segments_are_read_where_they_lie(tmp_path: Path) -> Non
     backwards = Recording.open(tmp_path / "r")
     for item, expected in list(zip(backwards.passes("a"), passes, strict=True))[::-1]:
         assert backwards.stored_keys(item).tobytes() == expected.tobytes()
+
+
+def test_ranks_refer_to_rows_of_their_own(tmp_path: Path) -> None:
+    """The recordings of a run's processes, read as one."""
+    rng = np.random.default_rng(0)
+    of_ranks = []
+    for rank in range(2):
+        rows = rows_of(rank)
+        of_ranks.append([rows, *(rows[rng.permutation(100)] for _ in range(3))])
+        write(tmp_path / f"rank-{rank}", of_ranks[rank], "float32", 1 + rank, Rank(rank, 2))
+    with open_recordings([tmp_path]) as recording:
+        found = recording.passes("a")
+        assert [item.keys.packing for item in found] == 2 * [PLANES] + 6 * [AGAIN]
+        for number, item in list(enumerate(found))[::-1]:
+            expected = of_ranks[number % 2][number // 2]
+            assert recording.stored_keys(item).tobytes() == expected.tobytes()
 
 
 @given(data=st.data())

@@ -104,6 +104,8 @@ class BinFile:
         write_at(self._opened(), self._pending, self.written)
         self.written = self._placed
         self._pending = []
+        if self._packer is not None:
+            self._packer.taken()
 
     def finish(self) -> int:
         """Make all of it survive a crash, and let go of the file. Returns its size."""
@@ -117,6 +119,8 @@ class BinFile:
     def abandon(self) -> None:
         """Let go of file and memory after a failed write."""
         self._pending = []
+        if self._packer is not None:
+            self._packer.taken()
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None

@@ -24,6 +24,9 @@ _FEW_BYTES = 16 << 10
 _SIDE_BY_SIDE = 1 << 20
 """Records of fewer bytes that are not packed are copied, and share pages with packed ones."""
 
+_ROOM = 16 << 20
+"""So much memory is had at least for what is gathered; what is not used is never touched."""
+
 Column = tuple[str, bool]
 """A layer's name, and whether values are meant."""
 
@@ -40,6 +43,7 @@ class Packer:
         self._earlier = EarlierRows()
         self._segment = 0
         self._parts: list[Any] = []
+        self._memory, self._lent = memoryview(b""), False
         self.waiting = 0
 
     def begin_segment(self, number: int) -> None:
@@ -76,14 +80,25 @@ class Packer:
         return found[0], len(found[1])
 
     def take(self) -> memoryview:
-        """What was gathered, page-aligned and padded with zeros to whole pages."""
-        found = memoryview(mmap.mmap(-1, padded(self.waiting)))
+        """What was gathered, page-aligned and padded with zeros to whole pages; to be used until
+        `taken`."""
+        size = padded(self.waiting)
+        memory = self._memory
+        if self._lent or len(memory) < size:
+            memory = memoryview(mmap.mmap(-1, max(size, _ROOM)))
+        if not self._lent:
+            self._memory, self._lent = memory, True
         place = 0
         for part in self._parts:
-            found[place : place + len(part)] = part
+            memory[place : place + len(part)] = part
             place += len(part)
+        memory[place:size] = bytes(size - place)
         self._parts, self.waiting = [], 0
-        return found
+        return memory[:size]
+
+    def taken(self) -> None:
+        """What `take` gave is on disk; its memory is used again, as new pages are dear."""
+        self._lent = False
 
     def _packed(
         self, column: Column, numbers: np.ndarray, name: str
