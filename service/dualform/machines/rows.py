@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import pyarrow as pa
 
-from dualform.engine.errors import InvalidArgumentError
 from dualform.engine.rows.rows import Rows
 from dualform.engine.rows.table import Table
 from dualform.store.grouping import Grouping
@@ -42,12 +41,7 @@ class FarRows(Rows):
         Raises:
             InvalidArgumentError: Unknown column.
         """
-        if column not in self.columns:
-            raise InvalidArgumentError(
-                f"unknown column {column!r}; the columns are {', '.join(self.columns)}",
-                field=field,
-                reason="UNKNOWN_COLUMN",
-            )
+        self.check_column(column, field)
         with self._lock:
             known = self._known.get(column)
         if known is None:

@@ -6,7 +6,7 @@ SQL's three-valued logic, computed by pyarrow: a comparison with null is neither
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import reduce
 from typing import Any
 
@@ -96,7 +96,7 @@ def _comparison(
     name, operator = comparison.column, comparison.operator
     column = columns.get(name)
     if column is None:
-        raise _refuse(f"unknown column {quoted(name)}; the columns are {', '.join(columns)}")
+        raise _refuse(unknown_column(name, columns))
     values = [_literal(value, name, column.type) for value in comparison.values]
     known = bitmaps(name)
     answer = _answer(name, operator, column if known is None else known.values, values)
@@ -203,6 +203,11 @@ def _other_way(literal: Any, allowed: tuple[str, ...]) -> str:
 
 def _plain(column_type: pa.DataType) -> pa.DataType:
     return column_type.value_type if pa.types.is_dictionary(column_type) else column_type
+
+
+def unknown_column(name: str, columns: Iterable[str]) -> str:
+    """What is said of a column that rows do not have."""
+    return f"unknown column {quoted(name)}; the columns are {', '.join(columns)}"
 
 
 def _refuse(message: str) -> InvalidArgumentError:

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from dualform.engine.errors import InvalidArgumentError
 from dualform.engine.rows.bitmaps import Bitmaps
-from dualform.engine.rows.filters import evaluate
+from dualform.engine.rows.filters import evaluate, unknown_column
 from dualform.store.grouping import Grouping, group
 from dualform.v1 import attribution_pb2 as pb
 
@@ -57,18 +57,24 @@ class Table:
         """Metadata columns by name, [total], by position; text may be dictionaries."""
         return self._columns()
 
-    def grouping(self, column: str, field: str = "group_by") -> Grouping:
-        """Group rows by a column, which the request named in this field.
+    def check_column(self, column: str, field: str) -> None:
+        """Refuse a column that rows do not have, which the request named in this field.
 
         Raises:
             InvalidArgumentError: Unknown column.
         """
         if column not in self.columns:
             raise InvalidArgumentError(
-                f"unknown column {column!r}; the columns are {', '.join(self.columns)}",
-                field=field,
-                reason="UNKNOWN_COLUMN",
+                unknown_column(column, self.columns), field=field, reason="UNKNOWN_COLUMN"
             )
+
+    def grouping(self, column: str, field: str = "group_by") -> Grouping:
+        """Group rows by a column, which the request named in this field.
+
+        Raises:
+            InvalidArgumentError: Unknown column.
+        """
+        self.check_column(column, field)
         with self._lock:
             if column not in self._groupings:
                 self._groupings[column] = group(self.columns[column])
