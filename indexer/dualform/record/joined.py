@@ -19,13 +19,13 @@ import numpy as np
 import torch
 
 from dualform.layers import JoinedKind
-from dualform.record.capture import Tape
 from dualform.record.elements import SampledElements
 from dualform.record.errors import CaptureError
 from dualform.record.optimizer import OptimizerView
 from dualform.record.passes import Pass
 from dualform.record.recorded import ParameterState, RecordedLayer
 from dualform.record.selection import SelectedLayer
+from dualform.record.tape import Tape
 from dualform.store.ledger import InexactMark, LedgerRow
 
 _Join = Callable[[list[torch.Tensor]], torch.Tensor]

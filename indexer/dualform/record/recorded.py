@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from dualform.layers import ProductKind
-from dualform.record.buffers import kept_as
-from dualform.record.capture import LayerCapture, Tape
+from dualform.record.capture import LayerCapture
 from dualform.record.check import GradientCheck, Sides, Verdict, bias_norms, weight_norms
 from dualform.record.elements import ElementProbe, Sample, SampledElements
 from dualform.record.errors import CaptureError
@@ -19,23 +18,22 @@ from dualform.record.optimizer import OptimizerView
 from dualform.record.passes import Pass
 from dualform.record.place import LayerPlace
 from dualform.record.ranks import RankWatch, rank_verdict
+from dualform.record.reasons import (
+    FOREIGN_GRADIENT,
+    WEIGHTS_CHANGED,
+    axes_reason,
+    fault_reason,
+    optimizer_reason,
+    rounded_reason,
+)
 from dualform.record.selection import SelectedLayer
+from dualform.record.tape import Tape
 from dualform.record.watch import GradientWatch
 from dualform.record.weights import WeightProbe
 from dualform.store.ledger import InexactMark, LedgerRow
 
 ParameterState = tuple[torch.Tensor, Mapping[str, torch.Tensor]]
 """A parameter, and the optimizer's buffers for it that are there, by the family's names."""
-
-WEIGHTS_CHANGED = "weights changed other than by the recorded optimizer steps"
-
-_CAUSES = """layer {name!r} got a gradient, but none of its own passes brought it. Likely causes:
-- the model uses the weight without calling the layer: F.linear(x, layer.weight), or
-  nn.MultiheadAttention, which never calls its out_proj;
-- a function around the model was compiled and had run before the recorder was made: make the
-  recorder first, or call torch._dynamo.reset() before it, which forgets compiled code;
-- the gradient was assigned by hand, or its backward ran before the recorder was made.
-Leave the layer out with Recorder(..., layers=[...]), or call it as a module."""
 
 
 class RecordedLayer:
@@ -347,7 +345,7 @@ class RecordedLayer:
         if isinstance(self._watch, RankWatch) and self._watch.brought == 0.0:
             return  # another rank's passes did
         if grad is not None and bool(self._weight_2d(grad).any()):
-            raise CaptureError(_CAUSES.format(name=self.spec.name))
+            raise CaptureError(FOREIGN_GRADIENT.format(name=self.spec.name))
 
     def _element_gradients(self) -> dict[str, np.ndarray | torch.Tensor]:
         """The gradients of the followed elements, by parameter; of those that take part."""
@@ -373,20 +371,11 @@ class RecordedLayer:
 
     def _first_mark(self) -> InexactMark | None:
         if not self._single:
-            dtype = self.spec.dtype
-            why = f"{dtype} weights, but keys and values are kept as float32"
-            if kept_as(self.capture.weight.dtype) is not torch.float32:
-                why = f"{dtype} weights, which every step rounds; keys and values are as they were"
-            return InexactMark(0, f"rounded: {why}")
+            return InexactMark(0, rounded_reason(self.spec.dtype, self.capture.weight.dtype))
         if not self._optimizer.exact:
-            why = self._optimizer.why_not or "its outputs are not answered yet"
-            return InexactMark(0, f"optimizer {self._optimizer.name}: {why}; weights stay exact")
+            return InexactMark(0, optimizer_reason(self._optimizer.name, self._optimizer.why_not))
         if not self._own_axes:
-            return InexactMark(
-                0,
-                f"{self._optimizer.name} steps by the axes of a weight, and this layer's are not "
-                "those of its matrix; weights stay exact",
-            )
+            return InexactMark(0, axes_reason(self._optimizer.name))
         return None
 
     def _fault_mark(self, step: int, fault: str | None) -> InexactMark | None:
@@ -394,30 +383,7 @@ class RecordedLayer:
         if fault is None or not self._follow_rows:
             return None
         self._follow_rows = self._follow_weights = self._exact = False
-        return InexactMark(step, self._reason(fault))
-
-    def _reason(self, fault: str) -> str:
-        capture = self.capture
-        if fault == "not finite":
-            return "the gradient is not finite"
-        if fault == "clipped":
-            return "the gradient was clipped by value, which no factor describes"
-        if fault == "edited":
-            return "the gradient was changed between backward and step other than by one factor"
-        if capture.autocast:
-            return "reduced precision (autocast): the gradient was computed from rounded numbers"
-        if capture.double_backward:
-            return "double backward (gradient penalty): its part of the gradient is no row"
-        if capture.late:
-            return "a backward ran again, after a step, through a forward of an earlier step"
-        if capture.alone and capture.weight.grad is not None:
-            return "the weight was frozen in part of the step: rows of it reached the bias alone"
-        if capture.carried or not self.kept:
-            return "the gradient was carried over a step without zeroing, or assigned by hand"
-        return (
-            "the rows do not add up to the gradient; is the weight used elsewhere too "
-            "(tied, F.linear), or changed by a hook?"
-        )
+        return InexactMark(step, fault_reason(fault, self.capture, bool(self.kept)))
 
 
 def _by_elements(optimizer: OptimizerView, ranked: bool) -> bool:

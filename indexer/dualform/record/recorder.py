@@ -16,7 +16,6 @@ from torch import nn
 from dualform.record.annotations import Annotations
 from dualform.record.blocks import StepBlocks, rows_bytes
 from dualform.record.buffers import Pool
-from dualform.record.capture import Tape
 from dualform.record.compiled import HooksSeen, check_compiled
 from dualform.record.coverage import say, size_text
 from dualform.record.disk import DiskSink, check_pack
@@ -32,6 +31,7 @@ from dualform.record.resume import resume
 from dualform.record.row_choice import reason_of, sampling_of
 from dualform.record.selection import select_layers
 from dualform.record.sink import Sink, StepBatch
+from dualform.record.tape import Tape
 from dualform.record.unclosed import closed_in_the_end
 from dualform.record.wrapped import check_given, unwrapped
 from dualform.store.ledger import InexactMark
