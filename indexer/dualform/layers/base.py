@@ -234,7 +234,7 @@ class ProductKind(LayerKind):
         found = self.keys(module, args, kwargs)
         if found is None:
             raise ShapeError(
-                f"a {self.example} was called without a tensor as its first argument or by name"
+                f"{self.example} was called without a tensor as its first argument or by name"
             )
         return found
 

@@ -185,7 +185,7 @@ def _refusal(
     whose weight is then not among those with owners."""
     for part, (part_kind, submodule) in _parts(kind, module).items():
         if part_kind is None:
-            return f"its part {part} is a {type(submodule).__name__}, of no kind that is recorded"
+            return f"its part {part}, {type(submodule).__name__}, is of no kind that is recorded"
         refusal = _refusal(part_name(name, part), part_kind, submodule, owners, held)
         if refusal is not None:
             return f"of its part {part}, {refusal}"

@@ -123,7 +123,7 @@ class SpreadIndex(Index):
                 return answer(self._here, self._rowless[layer.name], question, stop)
             found = ANSWERS.get(type(question))
             if found is None:
-                raise _refused(f"a {type(question).__name__}")
+                raise _refused(type(question).__name__)
             return found(self._spread(layer, stop), question)
 
     def explain_layers(
@@ -158,7 +158,7 @@ class SpreadIndex(Index):
         self, question: SelfInfluenceQuestion, stop: Stop | None = None
     ) -> SelfInfluence:
         """Refused: the rows that a group has in a step may be on several machines."""
-        raise _refused("a SelfInfluenceQuestion")
+        raise _refused("SelfInfluenceQuestion")
 
     def chunks(
         self,

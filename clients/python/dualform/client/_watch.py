@@ -305,7 +305,7 @@ def _rows(kind: LayerKind, uses: Sequence[_Use]) -> Iterator[tuple[_Use, npt.NDA
     joined = kind.join([use.passes for use in uses])
     if joined is None:
         raise FailedPreconditionError(
-            f"the products of a {kind.example} did not see the same calls", field="model"
+            f"the products of {kind.example} did not see the same calls", field="model"
         )
     for seen, fill in joined:
         width = sum(use.passes[0].keys.shape[1] for use in uses)

@@ -180,7 +180,7 @@ def _literal(value: pb.Value, name: str, column_type: pa.DataType) -> Any:
     if kind not in allowed:
         raise _refuse(
             f"column {name!r} is {plain}; it can't be compared with {quoted(literal)}, "
-            f"a {kind.removesuffix('_value')}{_other_way(literal, allowed)}"
+            f"which is {kind.removesuffix('_value')}{_other_way(literal, allowed)}"
         )
     if kind == "double_value" and math.isnan(literal):
         raise _refuse(f"column {name!r} can't be compared with NaN")
