@@ -1,6 +1,6 @@
 """What a server keeps of requests that it refused (Linux).
 
-    python -m benchmarks refused INDEX --requests 10000 --mib 60
+    python -m benchmarks refused INDEX --requests 10000 --mib 60 [--minutes 30]
 
 In turn: queries with NaN, the same to a stream, a deadline that passes, a stream that is cancelled
 after its first part, an index that is not there, a token that is not known, a message over the
@@ -40,6 +40,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--mib", type=float, default=60)
     parser.add_argument("--samples", type=int, default=20)
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="at most so long")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         tokens = Path(folder) / "tokens.txt"
@@ -128,9 +129,11 @@ def _measure(arguments: argparse.Namespace, pid: int, requests: _Requests) -> No
             samples.append((number, _anonymous_mb(pid)))
             minutes = (time.monotonic() - begin) / 60
             print(f"{number:6} requests  {samples[-1][1]:7.1f} MB  {minutes:5.1f} min", flush=True)
+            if minutes > arguments.minutes:
+                break
         if number < arguments.requests:
             requests.ask(number)
-    half = [(n, mb) for n, mb in samples if n >= arguments.requests / 2]
+    half = [(n, mb) for n, mb in samples if n >= samples[-1][0] / 2]
     at, mb = np.array(half).reshape(-1, 2).T
     slope = np.polyfit(at, mb, 1)[0] * 1000 if len(half) > 1 else float("nan")
     print(f"second half: {slope:+.1f} MB per 1,000 requests; codes {dict(requests.codes)}")
