@@ -38,6 +38,8 @@ from .counts import count, tell
 
 ROWS, D_IN, D_OUT, LR, ROWS_PER_STEP = 12_000, 32, 8, 1e-4, 100
 CLIENTS = 64
+PATIENCE_S = 600
+"""However busy the machine is, what comes must be right; how late it came is reported."""
 HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 
@@ -208,7 +210,7 @@ class Load:
         chance = random.Random(number)
         seconds: list[float] = []
         asked: Counter[str] = Counter()
-        with Client(self.address, timeout=120) as client:
+        with Client(self.address, timeout=PATIENCE_S) as client:
             while not self.stop.is_set():
                 question = chance.choice(self.truth.questions)
                 begin = time.monotonic()
@@ -266,7 +268,7 @@ class Load:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(2400)
 def test_clients(truth: Truth, tmp_path: Path) -> None:
     seconds, swap_every = count(8, 600), count(3, 20)
     samples: list[tuple[float, float, int]] = []
@@ -288,7 +290,7 @@ def test_clients(truth: Truth, tmp_path: Path) -> None:
                 os.kill(process.pid, signal.SIGHUP)
         load.stop.set()
         for thread in threads:
-            thread.join(180)
+            thread.join(PATIENCE_S)
             assert not thread.is_alive()
         time.sleep(1)
         left = process.descriptors()

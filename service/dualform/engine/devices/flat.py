@@ -18,8 +18,8 @@ from dualform.engine.memory.shards import Shard, Stop, check_stop
 MAX_K = 2048
 """Above this FAISS's heaps cost more than the scan they save."""
 
-PRODUCTS = 1 << 31
-"""Of two numbers, in one call of FAISS, which cannot be interrupted: some 60 ms of a core."""
+PRODUCTS = 1 << 30
+"""Of two numbers, in one call of FAISS, which cannot be interrupted: some 30 ms of a core."""
 
 _MANY = 128
 _ROWS_PER_HIT = 16
