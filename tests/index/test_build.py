@@ -23,6 +23,7 @@ from dualform.index import build_index
 from dualform.record import Recorder
 from dualform.store import ExistsError, IndexManifest, NoSpaceError, NotFoundError
 from dualform.store.index import layer_directory
+from dualform.store.versions import newest, remove_old
 
 ROWS, D_IN, D_OUT = 1000, 24, 5
 
@@ -99,6 +100,21 @@ def test_an_index_is_never_overwritten(tmp_path: Path, arrays: dict[str, np.ndar
     with pytest.raises(ExistsError, match="never overwritten"):
         build_index(tmp_path / "recording", path)
     assert {file: file.read_bytes() for file in path.rglob("*") if file.is_file()} == before
+
+
+def test_a_clock_that_was_set_back_hides_no_new_version(
+    tmp_path: Path, arrays: dict[str, np.ndarray]
+) -> None:
+    first = build(tmp_path / "first", arrays, 300)
+    folder = tmp_path / "versions"
+    folder.mkdir()
+    first.rename(folder / "b")
+    tomorrow = time.time_ns() + 86_400 * 10**9  # by the clock before it was set back
+    os.utime(folder / "b" / "manifest.json", ns=(tomorrow, tomorrow))
+    build_index(tmp_path / "first" / "recording", folder / "a", shard_rows=100)
+    assert newest(folder) == folder / "a"
+    assert [each.name for each in remove_old(folder, keep=1)] == ["b"]
+    assert verify_index(folder / "a").ok
 
 
 def test_what_is_no_recording_is_refused_and_leaves_nothing(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ from dualform.store.index_parts import (
 )
 from dualform.store.lock import WriterLock
 from dualform.store.recording import Recording
-from dualform.store.versions import FOLLOWED, MANIFEST, remove_old, versions
+from dualform.store.versions import FOLLOWED, MANIFEST, make_newest, remove_old, versions
 
 _NEXT = ".next"
 _NOTE = "published.json"
@@ -175,6 +175,7 @@ class Follower:
             with threadpool_limits(1, user_api="blas"), no_space_told(self.target, plan):
                 done = _Round(plan, chains, self._store, self._running, work, progress)
                 done.run(share)
+                make_newest(work, self.target)
                 work.rename(path)
                 sync(self.target)
                 examples = _examples(source)

@@ -12,6 +12,7 @@ from pathlib import Path
 from dualform.store.errors import BusyError, ExistsError
 from dualform.store.files import sync_directory
 from dualform.store.lock import WriterLock
+from dualform.store.versions import make_newest
 
 
 @contextmanager
@@ -32,6 +33,7 @@ def workspace(target: Path) -> Iterator[Path]:
             shutil.rmtree(directory)
         directory.mkdir()
         yield directory
+        make_newest(directory, target.parent)
         _publish(directory, target)
         sync_directory(target.parent)
     finally:

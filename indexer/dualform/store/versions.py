@@ -11,6 +11,7 @@ import fcntl
 import os
 import shutil
 import weakref
+from contextlib import suppress
 from pathlib import Path
 
 from dualform.store.files import sync_directory
@@ -19,6 +20,8 @@ MANIFEST = "manifest.json"
 _PARTIAL = ".partial"
 FOLLOWED = ".made"
 """In a folder that versions are published into as they come, what they share."""
+# The coarsest times that file systems keep.
+_COARSE_NS = 2_000_000_000
 
 
 def versions(folder: Path) -> list[Path]:
@@ -32,6 +35,21 @@ def versions(folder: Path) -> list[Path]:
         and not child.parent.name.endswith(_PARTIAL)
     ]
     return [path for _, _, path in sorted(complete)]
+
+
+def make_newest(work: Path, folder: Path) -> None:
+    """Date a whole index, which is about to be moved into a folder, later than all versions in it.
+
+    A clock that was set back since they were written would hide the new one, or have it removed as
+    the oldest.
+    """
+    with suppress(OSError):
+        before = versions(folder)
+        if not before:
+            return
+        latest = (before[-1] / MANIFEST).stat().st_mtime_ns
+        if latest >= (work / MANIFEST).stat().st_mtime_ns:
+            os.utime(work / MANIFEST, ns=(latest + _COARSE_NS, latest + _COARSE_NS))
 
 
 def newest(path: Path) -> Path:
