@@ -159,7 +159,7 @@ class Family(ABC):
             gradients: The whole's, [steps, ...]; they may be overwritten.
         """
         each = zip(settings, firsts, gradients, strict=True)
-        return [self.transition(own, first, whole, gradient) for own, first, gradient in each]
+        return [self.transition(one, first, whole, gradient) for one, first, gradient in each]
 
 
 def same_names(*names: str) -> Mapping[str, str]:

@@ -220,7 +220,7 @@ class Trajectory:
         """
         if self._follow is not None or not settings:
             each = zip(settings, firsts, gradients, strict=True)
-            return [self.step(own, first, gradient, ()) for own, first, gradient in each]
+            return [self.step(one, first, gradient, ()) for one, first, gradient in each]
         self._create(settings[0])
         return self.family.transitions(settings, firsts, self.whole, gradients)
 

@@ -75,8 +75,8 @@ def sharing(
         rows = np.flatnonzero(selected)
         cells, wanted = np.zeros(len(rows), np.int64), np.zeros(len(values), np.int64)
         for grouping, cell in asked:
-            joined, (own, theirs) = union([grouping.values, cell])
-            cells = cells * len(joined) + own[grouping.codes[rows]]
+            joined, (ours, theirs) = union([grouping.values, cell])
+            cells = cells * len(joined) + ours[grouping.codes[rows]]
             wanted = wanted * len(joined) + theirs
         found, counts = np.unique(cells, return_counts=True)
         place = np.minimum(np.searchsorted(found, wanted), max(0, len(found) - 1))
