@@ -68,6 +68,7 @@ def test_every_question_takes_index_and_timeout() -> None:
         "top_groups",
         "attribute",
         "scores",
+        "attribute_text",
         "self_influence",
         "sums",
         "profile",

@@ -39,6 +39,7 @@ from dualform.client._retry import Retry
 from dualform.client._scores import ScoresResult
 from dualform.client._self_influence import SelfInfluenceResult
 from dualform.client._sync import Client
+from dualform.client._text import Span, TextAttribution
 from dualform.client.errors import (
     CallError,
     CancelledError,
@@ -89,7 +90,9 @@ __all__ = [
     "ScoresResult",
     "SelfInfluenceResult",
     "ServerLimits",
+    "Span",
     "SumsResult",
+    "TextAttribution",
     "TopGroupsResult",
     "TopKResult",
     "UnauthenticatedError",

@@ -94,6 +94,7 @@ class AsyncClient(AsyncDriver):
     top_groups = awaited(Client.top_groups)
     attribute = awaited(Client.attribute)
     scores = awaited(Client.scores)
+    attribute_text = awaited(Client.attribute_text)
     self_influence = awaited(Client.self_influence)
     sums = awaited(Client.sums)
     profile = awaited(Client.profile)

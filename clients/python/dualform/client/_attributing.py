@@ -70,9 +70,9 @@ class Attributing:
         if isinstance(k, bool) or not isinstance(k, (int, np.integer)):
             raise InvalidArgumentError(f"k is {k!r}; it must be an integer, at least 1", field="k")
         deadline = asking.deadline(timeout)
-        found = yield from self._run(asking, deadline)
+        found = yield from self.run(asking, deadline)
         parts: list[AttributionResult] = []
-        yield from self._ask(
+        yield from self.ask(
             asking, deadline, found, lambda *part: parts.append(attribution_of(*part))
         )
         return join_attributions(parts)
@@ -82,16 +82,16 @@ class Attributing:
     ) -> Steps[ScoresResult]:
         """See Client.scores."""
         deadline = asking.deadline(timeout)
-        found = yield from self._run(asking, deadline)
+        found = yield from self.run(asking, deadline)
         collector = Collector(path, len(found.targets))
         try:
-            yield from self._ask(asking, deadline, found, collector.take)
+            yield from self.ask(asking, deadline, found, collector.take)
             return collector.result()
         except BaseException:
             collector.give_up()
             raise
 
-    def _run(self, asking: Asking, deadline: Deadline) -> Steps[Gradients]:
+    def run(self, asking: Asking, deadline: Deadline) -> Steps[Gradients]:
         """Run the model, once it is the one that was recorded."""
         from torch.nn.parallel import DataParallel, DistributedDataParallel
 
@@ -99,7 +99,7 @@ class Attributing:
 
         if isinstance(self.model, (DataParallel, DistributedDataParallel)):
             # Layers are called as in the model that these wrap.
-            found = yield from replace(self, model=self.model.module)._run(asking, deadline)
+            found = yield from replace(self, model=self.model.module).run(asking, deadline)
             return found
         for name in ("check_model", "together"):
             given = getattr(self, name)
@@ -146,7 +146,7 @@ class Attributing:
                     field="model",
                 )
 
-    def _ask(
+    def ask(
         self, asking: Asking, deadline: Deadline, found: Gradients, take: Callable[..., None]
     ) -> Steps[None]:
         """Ask, in as many parts as the server's limits need; each is taken as it comes."""

@@ -34,6 +34,7 @@ from dualform.client._retry import DEFAULT_RETRY, Retry
 from dualform.client._scores import ScoresResult, path_of
 from dualform.client._self_influence import SelfInfluenceResult, self_influence
 from dualform.client._targets import Target
+from dualform.client._text import TextAttribution, TextQuestion, Tokenizer
 from dualform.client._transport import GrpcTransport
 from dualform.questions import (
     ExplainQuestion,
@@ -446,6 +447,75 @@ class Client(Driver):
             model, inputs, target, labels, token, together, layers, check_model, asked, where
         )
         return self._run(question.scores(self._asking, timeout, path_of(out)))
+
+    def attribute_text(
+        self,
+        model: torch.nn.Module,
+        tokenizer: Tokenizer,
+        prompt: str,
+        completion: str,
+        *,
+        target: str = "margin",
+        by: str = "document",
+        position: str = "offset",
+        k: int = 5,
+        spans: int = 3,
+        width: int = 8,
+        layers: str | Sequence[str] | None = None,
+        order: Order = "largest",
+        where: str | Filter | None = None,
+        max_residual: float | None = None,
+        check_model: bool = True,
+        index: str | None = None,
+        timeout: float | None = None,
+    ) -> TextAttribution:
+        """The documents, and the spans in them, that made a language model say a completion.
+
+        `attribute` of the completion's tokens after the prompt, all of them together, by document;
+        then within each of the best documents by position.
+
+        Args:
+            model: A causal language model, as for `attribute`: of tokens [1, n] it gives logits
+                [1, n, vocabulary], or what Hugging Face's models give.
+            tokenizer: The model's: with `encode(text)` and `decode(tokens)`.
+            prompt: What came before; at least one token.
+            completion: What is explained; likewise. The two are tokenized apart.
+            target: "margin", the log odds of the completion's tokens, added up; or "logprob".
+            by: The column of the documents. Where `recorder.add_examples` kept their text under the
+                same ids, spans have text.
+            position: The column of the places in a document, counted in tokens from 0.
+            k: Documents.
+            spans: So many of each document, none overlapping; 0 for none.
+            width: Places of a span.
+            layers: As for `attribute`.
+            order: As for `attribute`.
+            where: As for `attribute`.
+            max_residual: As for `attribute`.
+            check_model: As for `attribute`.
+            index: Its name; None where one is served.
+            timeout: Seconds, the model's own included.
+
+        Returns:
+            Documents with their scores, and of each the spans with the largest sums.
+
+        Raises:
+            InvalidArgumentError: Text without tokens, a tokenizer or model of another kind, or as
+                for `attribute`.
+            FailedPreconditionError, NotFoundError, ResourceExhaustedError: As for `attribute`.
+        """
+        asked = {
+            "by": by,
+            "k": k,
+            "where": filter_of(where),
+            "order": order,
+            "max_residual": max_residual,
+            "index": index,
+        }
+        question = TextQuestion(
+            model, tokenizer, prompt, completion, target, position, spans, width, layers,
+            check_model, asked, where,
+        )  # fmt: skip
+        return self._run(question.attribute(self._asking, timeout))
 
     def self_influence(
         self,

@@ -39,7 +39,7 @@ def target_of(outputs: Any, target: Target, labels: object, token: object) -> to
                              "outputs knows them itself", name)  # fmt: skip
         found = target(outputs)
     else:
-        found = _named(_logits_of(outputs), target, labels, token)
+        found = _named(logits_of(outputs), target, labels, token)
     if isinstance(found, torch.Tensor) and found.shape == (0,):
         raise _wrong("there are no inputs: the target gave a tensor [0]; at least one is needed",
                      "inputs")  # fmt: skip
@@ -60,7 +60,7 @@ def target_of(outputs: Any, target: Target, labels: object, token: object) -> to
     return found
 
 
-def _logits_of(outputs: Any) -> torch.Tensor:
+def logits_of(outputs: Any) -> torch.Tensor:
     """The logits in what a model gave: a tensor, or what Hugging Face's models give."""
     import torch
 
