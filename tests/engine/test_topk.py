@@ -88,7 +88,7 @@ def test_any_split_equals_rational_arithmetic(case: dict) -> None:
             Path(directory), keys, None, shard_rows=case["shard_rows"], label=case["label"]
         )
         with Index.open(path, device="cpu", use_faiss=case["faiss"]) as index:
-            whole = index.top_k("fc", queries, k, order=order)
+            whole = index.top_k("fc", queries, k, order=order, stop=lambda: False)
             alone = [index.top_k("fc", q[None], k, order=order) for q in queries]
             grouped = index.top_k("fc", queries, k, order=order, group_by="label")
     for i, row in enumerate(scores):

@@ -34,7 +34,7 @@ def search(
         shard: All of its keys finite.
         queries: float32 [n, d].
         k: Rows per query; cut to the shard's rows.
-        stop: Asked before each call of FAISS.
+        stop: Asked before each call of FAISS; without one there is a single call.
 
     Returns:
         Scores, float32 [n, k], the least last, and the rows' places in the shard, int64 [n, k].
@@ -50,7 +50,9 @@ def search(
     if hasattr(faiss.cvar, "distance_compute_blas_threshold"):
         faiss.cvar.distance_compute_blas_threshold = 1
     k = min(k, shard.rows)
-    rows, together = piece(shard.rows, len(queries), keys.shape[1], k)
+    rows, together = shard.rows, len(queries)
+    if stop is not None:
+        rows, together = piece(rows, together, keys.shape[1], k)
     scores = np.empty((len(queries), k), np.float32)
     places = np.empty((len(queries), k), np.int64)
     for start in range(0, len(queries), together):
