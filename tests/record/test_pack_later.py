@@ -28,6 +28,7 @@ from dualform.store import (
 from dualform.store.packing import PLAIN, PLANES
 from dualform.store.recording import Recording
 from dualform.store.recording_again import AGAIN
+from dualform.store.recording_masks import MASKED
 from dualform.store.recording_pack import pack_recording
 from dualform.store.segment_table import SegmentTable
 
@@ -78,9 +79,9 @@ def test_resumed_after_it(tmp_path: Path, plain: tuple[Path, Path]) -> None:
     shutil.copy(plain[0].with_suffix(".pt"), tmp_path / "r.pt")
     pack_recording(path)
     epochs(path, False, range(7, STEPS.stop), resume_at_step=7)
-    assert packings(path)["2", "keys"] == {PLAIN, PLANES}
+    assert packings(path)["2", "keys"] == {PLAIN, MASKED}
     pack_recording(path)
-    assert packings(path)["2", "keys"] == {PLANES}
+    assert packings(path)["2", "keys"] == {MASKED}
     same(path, plain[1])
 
 

@@ -14,8 +14,9 @@ import numpy as np
 
 from dualform.store.encoding import encoding
 from dualform.store.files import digest
-from dualform.store.packing import MOST_BYTES, PLAIN, Way, measured, packed
+from dualform.store.packing import MOST_BYTES, PLAIN, PLANES, Way, measured, packed
 from dualform.store.recording_again import AGAIN, Again, EarlierRows
+from dualform.store.recording_masks import MASKED, RecentMasks
 from dualform.store.segment_table import padded
 
 _FEW_BYTES = 16 << 10
@@ -41,6 +42,7 @@ class Packer:
     def __init__(self) -> None:
         self._ways: dict[tuple[Column, str], Way] = {}
         self._earlier = EarlierRows()
+        self._masks = RecentMasks()
         self._segment = 0
         self._parts: list[Any] = []
         self._memory, self._lent = memoryview(b""), False
@@ -50,6 +52,7 @@ class Packer:
         """Measure all columns anew."""
         self._segment = number
         self._ways.clear()
+        self._masks.clear()
         self._earlier.begin_segment()
 
     def put(
@@ -75,6 +78,9 @@ class Packer:
             if packing == PLAIN and len(memory) >= _SIDE_BY_SIDE and not remembered:
                 return None
             found = packing, bytes(data)
+            if packing == PLANES:
+                shorter = self._masks.shorten(found[1], numbers.itemsize, place)
+                found = found if shorter is None else (MASKED, shorter)
         self._parts.append(found[1])
         self.waiting += len(found[1])
         return found[0], len(found[1])

@@ -12,10 +12,11 @@ import numpy as np
 from dualform.store.encoding import encoding
 from dualform.store.errors import DamagedError
 from dualform.store.files import digest
-from dualform.store.packing import MOST_BYTES, PLAIN, unpack
+from dualform.store.packing import MOST_BYTES, PLAIN, PLANES, unpack
 from dualform.store.recording_again import AGAIN, Again
 from dualform.store.recording_again import MOST_BYTES as MOST_KEPT
 from dualform.store.recording_format import RERECORD
+from dualform.store.recording_masks import MASKED, with_mask
 from dualform.store.segment_table import SegmentTable, Span
 
 _Place = tuple[int, int]
@@ -154,7 +155,7 @@ class RecordReader:
         self,
         segment: int,
         span: Span,
-        data: bytearray | memoryview,
+        data: bytes | bytearray | memoryview,
         packing: str,
         out: memoryview,
     ) -> bool:
@@ -164,8 +165,19 @@ class RecordReader:
                 return False
             out[:] = data
             return True
+        numbers = np.frombuffer(out, encoding(span.encoding).stored)
+
+        def read(place: int, size: int) -> bytearray:
+            found = bytearray(size)
+            if not self._fill(segment, place, memoryview(found)):
+                raise ValueError(f"its bitmap at byte {place:,} is behind the end")
+            return found
+
         try:
-            unpack(data, packing, np.frombuffer(out, encoding(span.encoding).stored))
+            if packing == MASKED:
+                data = with_mask(bytes(data), numbers.itemsize, len(numbers), read)
+                packing = PLANES
+            unpack(data, packing, numbers)
         except ValueError as error:
             raise self._damaged(segment, span, f"can't be unpacked ({error})") from None
         return True

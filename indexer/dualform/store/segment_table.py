@@ -15,6 +15,7 @@ from dualform.store.ledger import InexactMark
 from dualform.store.packing import MOST_BYTES, PACKINGS, PLAIN
 from dualform.store.recording_again import AGAIN
 from dualform.store.recording_format import INITIAL, RERECORD, LayerSpec
+from dualform.store.recording_masks import MASKED
 from dualform.store.row_metadata import ROW_COLUMNS, TYPES
 from dualform.store.sampling import DroppedRows, dropped_columns, read_dropped
 
@@ -307,7 +308,7 @@ def _span(data: Fields, what: str, rows: int, d: int, most: int, packed: bool) -
     packing, stored, alignment = PLAIN, nbytes, ALIGNMENT
     if packed:
         packing, alignment = data.text(f"{what}_packing"), 1
-        known = (*PACKINGS, AGAIN) if what == "keys" and rows else PACKINGS
+        known = (*PACKINGS, MASKED, AGAIN) if what == "keys" and rows else (*PACKINGS, MASKED)
         if packing not in known:
             raise wrong(data.called(f"{what}_packing"), packing, f"one of {', '.join(known)}")
         stored = data.integer(f"{what}_bytes", 0, nbytes)
