@@ -116,7 +116,7 @@ def _bytes(path: Path, steps: int) -> tuple[int, int]:
 def main() -> None:
     """Parse the command line, measure, print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", default="", help="stacks whose name has this in it")
+    parser.add_argument("--only", default="", help="stacks whose name begins with this")
     parser.add_argument("--optimizer", choices=("sgd", "adamw"), default="adamw")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=12)
@@ -130,7 +130,7 @@ def main() -> None:
     optimizer = {"sgd": "SGD", "adamw": "AdamW"}[arguments.optimizer]
     found = []
     for name, stack in stacks(arguments.tokens, arguments.pixels, arguments.batch).items():
-        if arguments.only not in name:
+        if not name.startswith(arguments.only):
             continue
         width = arguments.width // 2 if "resnet" in name else arguments.width
         result = measure(name, stack, optimizer, width, arguments.rounds, arguments.steps)

@@ -54,7 +54,7 @@ def keys_seen(model: nn.Module) -> Iterator[dict[str, list[np.ndarray]]]:
         module.register_forward_hook(watch(name))
         for name, module in model.named_modules()
         if isinstance(module, (nn.Linear, nn.Conv2d))
-        or type(module).__name__ in ("Conv1D", "MixtralExperts")
+        or type(module).__name__ in ("Conv1D", "MixtralExperts", "MixtralTopKRouter")
     ]
     yield seen
     for handle in handles:

@@ -38,6 +38,31 @@ class Conv1D(nn.Module):
         return rows.view(*x.shape[:-1], self.nf)
 
 
+class MixtralTopKRouter(nn.Module):
+    """As transformers routes tokens to experts, written from its description."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 5))
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = nn.functional.linear(hidden_states.reshape(-1, 5), self.weight)
+        scores, _ = logits.float().softmax(-1).topk(3)
+        scores = scores / scores.sum(-1, keepdim=True)
+        return logits, scores
+
+
+class Routed(nn.Module):
+    """What a router chose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = MixtralTopKRouter()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.router(x)[1].view(*x.shape[:-1], 3)  # type: ignore[no-any-return]
+
+
 class Last(nn.Module):
     """h after every step, of a layer that gives more."""
 
@@ -127,6 +152,7 @@ def convolutions(*layers: nn.Module) -> Callable[[], nn.Module]:
 
 CASES = {
     "linear": Case(lambda: nn.Sequential(nn.Linear(5, 4)), (3, 5), {"0": ("linear", 3)}),
+    "router": Case(Routed, (3, 5), {"router": ("linear", 3)}),
     "lstm": Case(Last, (4, 5), {"rnn": ("lstm", 4)}),
     "gru": Case(Gated, (4, 5), {"rnn.ih": ("linear", 4), "rnn.hh": ("linear", 4)}),
     "transposed": Case(
@@ -224,6 +250,8 @@ def train(case: Case, optimizer: str, path: Path | None) -> nn.Module:
 
 def expected(layer: nn.Module, output: torch.Tensor | None, queries: np.ndarray) -> np.ndarray:
     """What a layer gave, [n, d_out], a row per place: channels are a convolution's second axis."""
+    if isinstance(layer, MixtralTopKRouter):
+        return product(queries, layer.weight, None)
     if isinstance(layer, nn.MultiheadAttention):
         return product(queries, layer.in_proj_weight, layer.in_proj_bias)
     if output is None:  # of an attention's, which does not call it
@@ -448,3 +476,28 @@ def test_transformers_own_class(tmp_path: Path, optimizer: str) -> None:
         lambda: nn.Sequential(library.Conv1D(7, 5)), (3, 5), {"0": ("transposed_linear", 3)}
     )
     test_from_the_hooks_to_the_answers(tmp_path, case, optimizer)
+
+
+def test_a_router_that_multiplies_otherwise(tmp_path: Path) -> None:
+    """In dual form its product must be there to be replaced: a copy of its weight is no reason to
+    answer with the untrained one."""
+
+    class Odd(MixtralTopKRouter):
+        def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            logits = torch.mm(hidden_states.reshape(-1, 5), self.weight.t())
+            return logits, logits.softmax(-1)[..., :3]
+
+    model = Routed()
+    model.router = Odd()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(2, 3, 5)
+    with Recorder(model, optimizer, tmp_path / "recording"):
+        model(x)[..., 0].sum().backward()
+        optimizer.step()
+    build_index(tmp_path / "recording", tmp_path / "index")
+    with (
+        Client.local(tmp_path / "index") as client,
+        dual_form(model, client),
+        pytest.raises(InvalidArgumentError, match="multiplied 0 times by its weight as it is"),
+    ):
+        model(x)

@@ -9,6 +9,7 @@ from dualform.layers import convolution as _convolution  # noqa: F401
 from dualform.layers import embedding as _embedding  # noqa: F401
 from dualform.layers import experts as _experts  # noqa: F401
 from dualform.layers import linear as _linear  # noqa: F401
+from dualform.layers import router as _router  # noqa: F401
 from dualform.layers import transposed as _transposed  # noqa: F401
 from dualform.layers.base import (
     JoinedKind,
