@@ -182,7 +182,7 @@ class LayerRun:
         if self._bias is not None:
             scaled = values.double() * self._bias.scale
             total = scaled.sum(0)
-            sums = [None if p is None else scaled[p].sum(0) for p in parts]
+            sums = [None if p is None else _rows(scaled, p).sum(0) for p in parts]
             self._bias.take(total, sums)
 
     def advance(self, step: int) -> None:
@@ -278,13 +278,19 @@ def _gradients(
         if _is_all(part, len(keys)):
             return whole
         if not isinstance(part, torch.Tensor) or 2 * len(part) <= len(keys):
-            return products(keys[part], scaled[part])
-        others = torch.ones(len(keys), dtype=torch.bool)
-        others[part] = False
-        rest = products(keys[others], scaled[others])
+            return products(_rows(keys, part), _rows(scaled, part))
+        left_out = torch.ones(len(keys), dtype=torch.bool)
+        left_out[part] = False
+        others = left_out.nonzero()[:, 0]
+        rest = products(_rows(keys, others), _rows(scaled, others))
         return torch.sub(whole, rest, out=rest)
 
     return whole, [None if part is None else of_part(part) for part in parts]
+
+
+def _rows(tensor: torch.Tensor, which: slice | torch.Tensor) -> torch.Tensor:
+    """Some of the rows of a matrix."""
+    return tensor[which] if isinstance(which, slice) else torch.index_select(tensor, 0, which)
 
 
 def _is_all(part: slice | torch.Tensor, rows: int) -> bool:

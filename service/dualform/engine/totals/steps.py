@@ -69,7 +69,8 @@ def steps_in_order(
                 int(steps[places[0]]),
                 places + shard.start,
                 shard.keys.pick(places),
-                values[which, units].float(),  # stored numbers of 16 bits are float32 ones
+                # Stored numbers of 16 bits are float32 ones.
+                torch.index_select(values[:, units], 0, which).float(),
             )
             if waiting and waiting[0].step != found.step:
                 yield _joined(waiting)
