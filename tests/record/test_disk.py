@@ -131,6 +131,30 @@ def test_a_full_disk(tmp_path: Path) -> None:
         subprocess.run(["umount", str(mount)], check=True)
 
 
+def test_a_folder_that_vanishes(tmp_path: Path) -> None:
+    """As of a disk that is unplugged: what is said is that it has gone, not what stays readable."""
+    path = tmp_path / "r"
+    model, optimizer = network()
+    sink = DiskSink(path)
+
+    def lost() -> None:
+        with Recorder(model, optimizer, sink):
+            for number in range(5):
+                step(model, optimizer)
+                if number == 2:
+                    sink.commit()
+                    path.rename(tmp_path / "elsewhere")
+            sink.commit()
+
+    with pytest.raises(RecordingFailedError) as refusal:
+        lost()
+    assert "has gone" in str(refusal.value)
+    assert "3 of 5 steps were committed" in str(refusal.value)
+    assert "stay readable" not in str(refusal.value)
+    with Recording.open(tmp_path / "elsewhere") as recording:
+        assert recording.steps == 3
+
+
 def test_a_file_size_limit(tmp_path: Path) -> None:
     """The kernel refuses to let the segment grow (EFBIG); the training loop hears of it."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -22,7 +22,7 @@ from dualform.store.ledger import InexactMark
 from dualform.store.lock import WriterLock
 from dualform.store.recording import Recording
 from dualform.store.recording_cut import cut_recording
-from dualform.store.recording_format import RecordingManifest
+from dualform.store.recording_format import MANIFEST, RecordingManifest
 from dualform.store.recording_writer import Examples, Record, RecordingWriter, StepPass
 
 _MIB = 1 << 20
@@ -266,6 +266,12 @@ class DiskSink:
 
     def _failure(self) -> str:
         error = self._error
+        if not (self.path / MANIFEST).exists():
+            return (
+                f"{self.path} has gone, or its disk has: {self._committed_steps:,} of "
+                f"{self._steps:,} steps were committed there, and nothing more is recorded; bring "
+                "it back, or record again from the start at another path"
+            )
         full = _is_full(error)
         remedy = (
             "free some space or choose another disk, then record again; recording fewer layers "
