@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import shutil
 from pathlib import Path
 from typing import Any
 
+import hostile
 import numpy as np
 import pytest
 import torch
@@ -25,6 +27,7 @@ from dualform.store import (
     direct,
     recording_pack,
 )
+from dualform.store.files import write_sealed
 from dualform.store.packing import PLAIN, PLANES
 from dualform.store.recording import Recording
 from dualform.store.recording_again import AGAIN
@@ -185,3 +188,51 @@ def test_rows_that_others_refer_to_stay_where_they_are(tmp_path: Path) -> None:
     with Recording.open(tmp_path / "r") as recording:
         for item, keys in zip(recording.passes("0"), expected, strict=True):
             assert np.array_equal(recording.stored_keys(item), keys)
+
+
+def test_any_change_of_how_records_are_packed(tmp_path: Path, plain: tuple[Path, Path]) -> None:
+    """Sealed again: what is read is right, or refused with the file's name."""
+    path = Path(shutil.copytree(plain[0], tmp_path / "r"))
+    pack_recording(path)
+    expected = everything(path)
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    file = sorted(path.glob("segments/*.json"))[-1]
+    content = file.read_bytes()
+    table = json.loads(content)
+    table.pop("xxh3")
+    assert AGAIN in table["passes"]["keys_packing"]
+    assert MASKED in table["passes"]["keys_packing"]
+    others = ["plain", "zstd", "planes", "masked", "again", 56, 2**28, "000000.packed.bin"]
+    outcomes = []
+    names = ["keys_packing", "keys_bytes", "values_packing", "values_bytes", "keys_offset"]
+    for name in [*names, "bin"]:
+        column = table["passes"].get(name)
+        for place in (0, 4) if column else (0,):
+            old = column[place] if column else table["bin"]
+            for value in [*hostile.NASTY, *others]:
+                (column if column else table)[place if column else "bin"] = value
+                write_sealed(file, table)
+                outcomes.append(outcome(path, expected))
+            (column if column else table)[place if column else "bin"] = old
+    file.write_bytes(content)
+    assert outcome(path, expected) == "read"
+    assert {*outcomes} == {"read", "refused"}
+    assert outcomes.count("refused") > 0.8 * len(outcomes)
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory) * 1024 < 64 << 20
+
+
+def everything(path: Path) -> list[bytes]:
+    with Recording.open(path) as recording:
+        return [
+            read(item).tobytes()
+            for layer in recording.manifest.layers
+            for item in recording.passes(layer)
+            for read in (recording.stored_keys, recording.stored_values)
+        ]
+
+
+def outcome(path: Path, expected: list[bytes]) -> str:
+    try:
+        return "read" if everything(path) == expected else "other numbers"
+    except DamagedError as error:
+        return "refused" if str(path) in str(error) else str(error)
