@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from dataclasses import replace
+from html import escape
 from pathlib import Path
 
 import numpy as np
@@ -326,6 +327,20 @@ def test_what_is_no_model_is_said(text: str, message: str, tmp_path: Path) -> No
 def test_what_is_no_query_is_refused(name: str, data: bytes, message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         Uploads().keep(name, data)
+
+
+def test_what_no_row_explains_is_shown_where_it_is_asked_for(client: AsyncClient) -> None:
+    """Float32 training leaves some; where none may be left, that is refused with a way on."""
+    view = View(layer="2", example=7, residual=0.0)
+    found = ask(client, view)
+    for part in (found.output, found.by_contribution):
+        assert isinstance(part, Refused)
+        assert part.residual
+    assert not isinstance(found.by_weight, Refused)
+    html = sections.whole(found, Scene(view, "1"))
+    more = replace(view, residual=float("inf"))
+    assert f'href="{escape(more.link())}" data-go>Show it all the same' in html
+    assert ask(client, more).output == ask(client, replace(view, residual=None)).output
 
 
 def test_a_part_that_is_refused_leaves_the_others(client: AsyncClient) -> None:

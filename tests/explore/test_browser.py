@@ -231,6 +231,17 @@ def test_filters_leave_rows_out_at_once(page: Page, address: str, digits: Digits
     expect(page.locator(".refused").first).to_contain_text("colour")
 
 
+def test_a_remainder_is_shown_where_it_is_asked_for(page: Page, address: str) -> None:
+    opened(page, address, "index=digits&example=7&residual=0")
+    expect(page.locator(".prediction .refused")).to_contain_text("no row explains")
+    with shown(page):
+        page.get_by_role("link", name="Show it all the same").first.click()
+    expect(page.locator(".prediction table")).to_be_visible()
+    with shown(page):
+        page.get_by_role("link", name="not any more: no row explains up to inf").click()
+    assert "residual" not in page.url
+
+
 def test_the_slider_shows_any_time_of_training(page: Page, address: str) -> None:
     opened(page, address, "index=digits&example=7")
     trained = values(page, ".output", 1)

@@ -16,9 +16,15 @@ from dualform.explore.view import ExampleId
 
 @dataclass(frozen=True)
 class Refused:
-    """A part that was not answered, and why; the others are there."""
+    """A part that was not answered, and why; the others are there.
+
+    Attributes:
+        why: In words.
+        residual: It would be with more left unexplained.
+    """
 
     why: str
+    residual: bool = False
 
 
 T = TypeVar("T")

@@ -79,7 +79,12 @@ class Asker:
     async def output(self, layer: str, query: Any, **more: Any) -> DualOutputResult:
         """The dual output at the view's step."""
         return await self.client.dual_output(
-            layer, query, at_step=self.view.step, index=self.index, **more
+            layer,
+            query,
+            at_step=self.view.step,
+            max_residual=self.view.residual,
+            index=self.index,
+            **more,
         )
 
 
@@ -143,7 +148,7 @@ async def part(asked: Awaitable[T]) -> T | Refused:
     except UnavailableError:
         raise
     except DualformError as error:
-        return Refused(str(error))
+        return Refused(str(error), "max_residual" in str(error))
 
 
 def last_layer(info: IndexInfo) -> LayerInfo | None:
@@ -222,6 +227,7 @@ async def _groups(asker: Asker, query: Query, column: str, unit: int | None) -> 
             rank_by="contribution",
             unit=unit,
             at_step=asker.view.step,
+            max_residual=asker.view.residual,
         )
     names = list(added or weights)[:GROUPS_SHOWN]
     names.sort(key=lambda name: (name is None, 0 if name is None else name))

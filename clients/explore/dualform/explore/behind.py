@@ -88,7 +88,12 @@ async def payloads_of(
 def _scored(asker: Asker, rank_by: RankBy, unit: int | None) -> dict[str, Any]:
     if rank_by == "weight":
         return {"rank_by": "weight"}
-    return {"rank_by": "contribution", "unit": unit, "at_step": asker.view.step}
+    return {
+        "rank_by": "contribution",
+        "unit": unit,
+        "at_step": asker.view.step,
+        "max_residual": asker.view.residual,
+    }
 
 
 def _where(asker: Asker, rank_by: RankBy, *more: str) -> str | None:

@@ -14,7 +14,7 @@ from dualform.explore.view import ExampleId, asked_about, without
 def behind(found: Sequence[Behind] | Refused, title: str, scene: Scene, kind: str) -> str:
     """The training examples behind an output."""
     if isinstance(found, Refused):
-        return f"<h2>{title}</h2>{refused(found.why)}"
+        return f"<h2>{title}</h2>{refused(found, scene.view)}"
     if not found:
         return f"<h2>{title}</h2><p>No rows pass the filters.</p>"
     items = "".join(f"<li>{_card(each, scene)}</li>" for each in found)

@@ -66,13 +66,13 @@ def lines_of(
     if view.by == "example":
         name, given = "top_groups", {"by": "example", "k": view.k}
     asked = [(name, {**given, "where": weights})]
-    added = {"rank_by": "contribution", "unit": unit, "where": view.where, "at_step": view.step}
+    output = {"where": view.where, "at_step": view.step, "max_residual": view.residual}
+    added = {"rank_by": "contribution", "unit": unit, **output}
     if unit is not None:
         asked.append((name, {**given, **added}))
     if column:
         asked.append(("sums", {"group_by": column, "where": weights}))
     if unit is not None:
-        output = {"where": view.where, "at_step": view.step}
         asked.append(("dual_output", output))
         if column:
             asked.append(("dual_output", {**output, "group_by": column}))
@@ -87,7 +87,7 @@ def _attributed(source: Source, view: View, whole: Whole) -> str:
     file, _, function = whole.model.spec.rpartition(":")
     made = "prepare" if whole.model.prepare is not None else "inputs, *_"
     given: dict[str, Any] = {"target": whole.target, "token": whole.token, "k": view.k}
-    given |= {"where": view.where, "index": source.index}
+    given |= {"where": view.where, "max_residual": view.residual, "index": source.index}
     told = "".join(f", {key}={_literal(v)}" for key, v in given.items() if v is not None)
     return (
         "\nimport runpy\n\n"
@@ -102,7 +102,8 @@ def _attribute(source: Source, view: View, whole: Whole) -> str:
     if whole.model.prepare is not None or labelled:
         return ""
     words = ["dualform", "query", "attribute", whole.model.spec, *source.command]
-    given = {"--target": whole.target, "--token": whole.token, "-k": view.k, "--where": view.where}
+    given: dict[str, Any] = {"--target": whole.target, "--token": whole.token, "-k": view.k}
+    given |= {"--where": view.where, "--max-residual": view.residual}
     for name, value in given.items():
         words += [] if value is None else [name, str(value)]
     return shlex.join(words) + "\n"
@@ -134,7 +135,7 @@ def _python(source: Source, view: View, asked: list[tuple[str, dict[str, Any]]])
 def _literal(value: object) -> str:
     """As Python has it, texts in double quotes."""
     if not isinstance(value, str):
-        return repr(value)
+        return 'float("inf")' if value == float("inf") else repr(value)
     return '"' + repr("'" + value)[2:-1].replace('"', '\\"') + '"'
 
 

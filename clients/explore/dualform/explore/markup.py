@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from html import escape
 from urllib.parse import urlencode
 
+from dualform.explore.answers import Refused
 from dualform.explore.payloads import MOST_LETTERS, Nothing, Payload, Picture, Row
 from dualform.explore.tokens import Marked, Token
 from dualform.explore.view import ExampleId, View
@@ -70,9 +72,12 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]], *, caption: str, k
     )
 
 
-def refused(why: str) -> str:
-    """Why a part is not there."""
-    return f'<p class="refused" role="note">{escape(why)}</p>'
+def refused(what: Refused, view: View) -> str:
+    """Why a part is not there, and what to do where that is a link."""
+    more = ""
+    if what.residual:
+        more = " " + link(replace(view, residual=float("inf")), "Show it all the same")
+    return f'<p class="refused" role="note">{escape(what.why)}{more}</p>'
 
 
 def payload(

@@ -56,7 +56,12 @@ async def _output(asker: Asker, model: Model, opens: Opens, inputs: Any, said: L
     if view.step is not None:
         beside.append(f"after {view.step:,} steps")
     if beside:
-        how = {"where": view.where, "at_step": view.step, "index": asker.index}
+        how = {
+            "where": view.where,
+            "at_step": view.step,
+            "max_residual": view.residual,
+            "index": asker.index,
+        }
         masked = (await model.logits(inputs, said.token, opens, **how)).values
         left, after = tuple(float(masked[unit]) for unit in order), int(masked.argmax())
     return Output(
@@ -82,6 +87,7 @@ async def _attributed(asker: Asker, model: Model, inputs: Any, said: Logits) -> 
             token=said.token,
             k=asker.view.k,
             where=asker.view.where,
+            max_residual=asker.view.residual,
             index=asker.index,
         )
     there = found.counts[0] > 0

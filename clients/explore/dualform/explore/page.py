@@ -360,13 +360,18 @@ class Page:
 
 
 def _chips(view: View) -> str:
-    """The filters, each a link to the view without it."""
-    if not view.filters:
-        return ""
+    """The filters, each a link to the view without it; and that remainders do not count."""
     items = []
     for each in view.filters:
         rest = tuple(other for other in view.filters if other != each)
-        inner = f"{escape(each)} \N{MULTIPLICATION SIGN}"
         without = replace(view, filters=rest)
-        items.append(f"<li>{link(without, inner, said=f'remove the filter {each}')}</li>")
-    return f'<ul class="filters" aria-label="filters">{"".join(items)}</ul>'
+        items.append(_chip(each, without, f"remove the filter {each}"))
+    if view.residual is not None:
+        most = f"no row explains up to {view.residual:g}"
+        items.append(_chip(most, replace(view, residual=None), f"not any more: {most}"))
+    return f'<ul class="filters" aria-label="filters">{"".join(items)}</ul>' if items else ""
+
+
+def _chip(inner: str, without: View, said: str) -> str:
+    shown = escape(inner) + " \N{MULTIPLICATION SIGN}"
+    return f"<li>{link(without, shown, said=said)}</li>"

@@ -23,7 +23,7 @@ def network(found: Network | None, scene: Scene) -> str:
     if found is None:
         return f'<section class="wide"><h2>{_TITLE}</h2><p class="said">{_how(scene)}</p></section>'
     if isinstance(found.output, Refused) and found.output == found.attributed:
-        why = refused(found.output.why)
+        why = refused(found.output, scene.view)
         return f'<section class="wide"><h2>The whole network</h2>{why}</section>'
     return (
         f'<section class="wide">{output(found.output, "The whole network", scene)}</section>'
@@ -48,7 +48,7 @@ def _how(scene: Scene) -> str:
 
 def _attributed(found: Attributed | Refused, scene: Scene) -> str:
     if isinstance(found, Refused):
-        return f"<h2>{_TITLE}</h2>{refused(found.why)}"
+        return f"<h2>{_TITLE}</h2>{refused(found, scene.view)}"
     unit = named(scene.unit(found.unit, ""))
     target = f"the margin of unit {unit}" if found.margin else f"unit {unit}"
     told = f"What raised {target} ({number(found.value)}) most"

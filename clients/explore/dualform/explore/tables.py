@@ -13,7 +13,7 @@ from dualform.explore.view import without
 def output(what: Output | Refused, title: str, scene: Scene) -> str:
     """A layer's output, beside what is left of it without the rows that are filtered out."""
     if isinstance(what, Refused):
-        return f"<h2>{title}</h2>{refused(what.why)}"
+        return f"<h2>{title}</h2>{refused(what, scene.view)}"
     first, left = what.winner
     line = f"unit <b>{named(scene.unit(first, what.layer))}</b> is largest"
     if what.left is not None:
@@ -59,7 +59,7 @@ def groups(found: Groups | Refused | None, unit: int | None, scene: Scene) -> st
     if found is None:
         return title + "<p>Training named no classes: recorder.annotate(label=…) does.</p>"
     if isinstance(found, Refused):
-        return title + refused(found.why)
+        return title + refused(found, scene.view)
     heaviest = max((abs(each.weight or 0.0) for each in found.groups), default=0.0)
     most = max((abs(each.contribution or 0.0) for each in found.groups), default=0.0)
     rows = [
@@ -98,7 +98,7 @@ def parts(found: Parts | Refused | None, scene: Scene) -> str:
         return ""
     title = "<h2>What each class added to each unit</h2>"
     if isinstance(found, Refused):
-        return title + refused(found.why)
+        return title + refused(found, scene.view)
     largest = float(abs(found.values).max()) if found.values.size else 0.0
     rows = [
         [named(scene.value(found.column, name)), *(_heat(float(value), largest) for value in line)]

@@ -33,6 +33,7 @@ class View:
         group: The metadata column whose values are the classes; "" for the usual one.
         filters: Which rows take part; all of them must hold.
         step: The layer after so many steps; None for the trained one.
+        residual: As `max_residual` of outputs and contributions; None for the usual.
         after: The examples to pick from begin behind this id; None for the first.
     """
 
@@ -50,6 +51,7 @@ class View:
     group: str = ""
     filters: tuple[str, ...] = ()
     step: int | None = None
+    residual: float | None = None
     after: ExampleId | None = None
 
     @property
@@ -154,6 +156,16 @@ def _natural(texts: list[str]) -> int:
     return number
 
 
+def _part(texts: list[str]) -> float:
+    try:
+        part = float(texts[-1])
+    except ValueError:
+        part = -1.0
+    if not part >= 0:
+        raise ValueError("a part of the output is needed, 0 or more; inf takes any")
+    return part
+
+
 def _few(texts: list[str]) -> int:
     number = _natural(texts)
     if not 1 <= number <= MOST_SHOWN:
@@ -192,5 +204,6 @@ _READERS: dict[str, Callable[[list[str]], Any]] = {
     "group": _text,
     "filters": tuple,
     "step": _natural,
+    "residual": _part,
     "after": _id,
 }
