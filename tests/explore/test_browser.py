@@ -238,7 +238,7 @@ def test_a_remainder_is_shown_where_it_is_asked_for(page: Page, address: str) ->
         page.get_by_role("link", name="Show it all the same").first.click()
     expect(page.locator(".prediction table")).to_be_visible()
     with shown(page):
-        page.get_by_role("link", name="not any more: no row explains up to inf").click()
+        page.get_by_role("link", name="the usual, not any remainder").click()
     assert "residual" not in page.url
 
 

@@ -15,7 +15,7 @@ from dualform.client import AsyncClient, Client, InvalidArgumentError, NotFoundE
 from dualform.explore import Model, View, load_model
 from dualform.explore.answers import Attributed, Network, Output, Refused
 from dualform.explore.asking import Asker
-from dualform.explore.curve import curves_of
+from dualform.explore.curve import _curve, curves_of
 from dualform.explore.network import network_of
 from dualform.explore.prediction import network as drawn
 from dualform.explore.queries import Uploads, query_of
@@ -169,3 +169,13 @@ def test_names_are_those_of_as_many_units(tmp_path: Path) -> None:
             (tmp_path / name).write_bytes(data)
         with pytest.raises(InvalidArgumentError, match=re.escape(str(tmp_path / name))):
             read_names(tmp_path / name)
+
+
+def test_only_columns_with_one_value_per_step_are_curves() -> None:
+    steps = np.array([[0, 0, None], [1, 1, 1], [2, None, None]], object)
+    same = np.array([[0.5, 0.5, None], [0.25, 0.25, 0.25], [float("nan"), None, None]], object)
+    curve = _curve("loss", steps, same)
+    assert curve is not None
+    assert (curve.steps, curve.values) == ((0, 1), (0.5, 0.25))
+    other = np.array([[0.5, 0.5, None], [0.25, 0.25, 0.75], [1.0, None, None]], object)
+    assert _curve("age", steps, other) is None

@@ -12,18 +12,19 @@ from dualform.explore.keys import plain
 
 POINTS = 120
 ROWS = 8
-"""Rows of a step that are looked at: of a column with one value per step they are all alike."""
+"""Rows of a step that are looked at: of a column with one value per step they are all alike, and
+others are not drawn."""
 _MOST_CURVES = 3
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A column's mean per step.
+    """A column with one value for all rows of a step.
 
     Attributes:
         column: Its name.
         steps: Ascending.
-        values: Of these steps, finite: the mean of its first rows.
+        values: Of these steps, finite.
     """
 
     column: str
@@ -56,15 +57,19 @@ async def curves_of(client: AsyncClient, index: str | None, layer: LayerInfo) ->
         raise
     except DualformError:
         return ()
-    found = [_curve(name, rows["step"][0], rows[name][0]) for name in columns[:_MOST_CURVES]]
-    return tuple(curve for curve in found if len(curve.steps) > 1)
+    found = [_curve(name, rows["step"][0], rows[name][0]) for name in columns]
+    drawn = [curve for curve in found if curve is not None and len(curve.steps) > 1]
+    return tuple(drawn[:_MOST_CURVES])
 
 
-def _curve(name: str, steps: np.ndarray, values: np.ndarray) -> Curve:
-    """Of [groups, k] steps and values, None where there are none."""
-    sums: dict[int, list[float]] = {}
+def _curve(name: str, steps: np.ndarray, values: np.ndarray) -> Curve | None:
+    """Of [groups, k] steps and values, None where there are none; None where rows of a step
+    differ."""
+    found: dict[int, float] = {}
     for step, value in zip(steps.ravel(), values.ravel(), strict=True):
-        if step is not None and value is not None and math.isfinite(value):
-            sums.setdefault(int(step), []).append(float(value))
-    order = sorted(sums)
-    return Curve(name, tuple(order), tuple(sum(sums[at]) / len(sums[at]) for at in order))
+        if step is None or value is None or not math.isfinite(value):
+            continue
+        if found.setdefault(int(step), float(value)) != value:
+            return None
+    order = sorted(found)
+    return Curve(name, tuple(order), tuple(found[at] for at in order))

@@ -367,8 +367,8 @@ def _chips(view: View) -> str:
         without = replace(view, filters=rest)
         items.append(_chip(each, without, f"remove the filter {each}"))
     if view.residual is not None:
-        most = f"no row explains up to {view.residual:g}"
-        items.append(_chip(most, replace(view, residual=None), f"not any more: {most}"))
+        most = f"remainder up to {view.residual:g}" if view.residual < 1e9 else "any remainder"
+        items.append(_chip(most, replace(view, residual=None), f"the usual, not {most}"))
     return f'<ul class="filters" aria-label="filters">{"".join(items)}</ul>' if items else ""
 
 

@@ -37,7 +37,8 @@ def output(what: Output | Refused, title: str, scene: Scene) -> str:
         under += f"; no row explains {number(what.residual)} of the output"
     caption = f"output of layer {named(what.layer)}" if what.layer else "what the model gives"
     return (
-        f'<h2>{title}</h2><p class="winner">{line}</p>'
+        f"<h2>{title}</h2>"
+        + (f'<p class="winner">{line}</p>' if what.units > 1 else "")
         + table(head, rows, caption=caption, kind="output")
         + f'<p class="said">{under}</p>'
     )
@@ -87,7 +88,8 @@ def groups(found: Groups | Refused | None, unit: int | None, scene: Scene) -> st
     ):
         if value is not None:
             rows.append([name, "", "", number(value), bar(value, most), "", ""])
-    head = [named(found.column), "sum of weights", "", f"added to {called}", "", "rows", ""]
+    added = f"added to {called}" if called else "added"
+    head = [named(found.column), "sum of weights", "", added, "", "rows", ""]
     more = "; the largest, there are more" if found.more else ""
     return title + table(head, rows, caption=f"sums per {named(found.column)}{more}", kind="groups")
 
