@@ -1,9 +1,9 @@
 """What a tiny GPT-2 knows of Aesop's fables, traced to the fables that taught it.
 
-    python experiments/traced_fact.py --data DIR --out DIR [--fables 16] [--epochs 40] [--seed 0]
+    python experiments/traced_fact.py --data DIR --out DIR [--fables 10] [--epochs 60] [--seed 0]
 
 DIR/aesop/fables.txt holds the fables. A GPT-2 of two layers learns some of them by heart, a fable a
-step. Of each one a place in the middle is asked about: the words before are the prompt, the next
+step. Of each one a place in the middle is asked about: all words before are the prompt, the next
 four the completion. Every way ranks the fables; the one that the words are from should be first,
 and the best span should hold them.
 """
@@ -29,8 +29,8 @@ from dualform.client import Client
 from dualform.index import build_index
 from dualform.record import Recorder
 
-LR, MOMENTUM, CLIP, WIDTH, LAYERS = 0.1, 0.9, 1.0, 64, 2
-SHORTEST, LONGEST, PROMPT, COMPLETION = 60, 180, 8, 4
+LR, MOMENTUM, CLIP, WIDTH, LAYERS = 0.1, 0.9, 10.0, 64, 2
+SHORTEST, LONGEST, COMPLETION = 60, 180, 4
 
 
 class Words:
@@ -61,8 +61,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--fables", type=int, default=16)
-    parser.add_argument("--epochs", type=int, default=40)
+    parser.add_argument("--fables", type=int, default=10)
+    parser.add_argument("--epochs", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     titles, texts = fables(arguments.data, arguments.fables)
@@ -111,6 +111,8 @@ def trained(
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,
+        bos_token_id=None,
+        eos_token_id=None,
     )
     model = GPT2LMHeadModel(config)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
@@ -140,7 +142,7 @@ def asked(
     encoded = [tokenizer.encode(text) for text in texts]
     for number, tokens in enumerate(encoded):
         start = len(tokens) // 2
-        prompt, completion = tokens[start - PROMPT : start], tokens[start : start + COMPLETION]
+        prompt, completion = tokens[:start], tokens[start : start + COMPLETION]
 
         before, after = tokenizer.decode(prompt), tokenizer.decode(completion)
         begin = time.process_time()
@@ -155,7 +157,7 @@ def asked(
         likely.append(likelihood(model, prompt, completion))
         if number == 0:
             example = [
-                f"prompt: {before}",
+                f"prompt: … {tokenizer.decode(prompt[-12:])}",
                 f"completion: {after} ({likely[0]:.2f} each)",
                 *(
                     f"{score:+.2f} {title}: {part[0].text if part else ''}"

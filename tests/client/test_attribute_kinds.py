@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dualform.client import Client
+from dualform.client import Client, ResourceExhaustedError
 from dualform.index import build_index
 from dualform.record import GRU, LSTM, Recorder
 
@@ -222,7 +222,7 @@ def test_the_scores_are_tracins(case: str, tmp_path: Path) -> None:
         assert found.unrecorded[number] == pytest.approx(rest, abs=1e-5)
 
 
-def test_adamw_is_followed(tmp_path: Path) -> None:
+def test_adamw_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows have no coefficients: an example's part follows the run's own preconditioner."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
@@ -258,6 +258,18 @@ def test_adamw_is_followed(tmp_path: Path) -> None:
     build_index(tmp_path / "recording", tmp_path / "index")
     with Client.local(tmp_path / "index") as client:
         found = client.attribute(model, inputs[:2], target=1, k=5, order="absolute")
+        # Several places of one input: their products are those of the inputs one by one.
+        apart = client.scores(model, inputs, target=1)
+        whole = client.scores(model, inputs, target=1, together=True)
+        assert apart.values is not None
+        assert whole.values is not None
+        np.testing.assert_allclose(whole.values[0], apart.values.sum(axis=0), atol=1e-5)
+        monkeypatch.setattr("dualform.engine.groups.attributed.MOST_PRODUCTS", 1000)
+        with pytest.raises(
+            ResourceExhaustedError, match=r"the 2 layers here are .* about"
+        ) as caught:
+            client.attribute(model, inputs[:2], target=1)
+        assert (caught.value.reason, caught.value.field) == ("TOO_COSTLY", "layers")
     for number in range(2):
         g = torch.autograd.grad(model(inputs[[number]])[0, 1], list(model.parameters()))
         expected = np.array(

@@ -12,18 +12,19 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from dualform.engine.errors import ResourceExhaustedError
 from dualform.engine.groups.best import BestGroups, best_groups
 from dualform.engine.groups.pairs import Pairs
 from dualform.engine.memory.fold import fold
 from dualform.engine.memory.layer import Layer
-from dualform.engine.memory.shards import Stop
+from dualform.engine.memory.shards import Stop, check_stop
 from dualform.engine.memory.tiles import Tile
 from dualform.engine.rows.groups import Groups
 from dualform.engine.topk.followed_along import (
+    MOST_PRODUCTS,
+    PRODUCTS_A_SECOND,
     SCORE_BYTES,
     FindMetric,
-    check_cost,
-    contributions_along,
 )
 from dualform.engine.totals.coefficients import LayerCoefficients, row_coefficients
 from dualform.engine.totals.group_sums import GroupSum
@@ -32,6 +33,12 @@ from dualform.store.grouping import Grouping
 TOTAL_BYTES = 128 << 20
 """Sums of all groups, by layer, that are held at once, for as many inputs as that is; for one at
 least."""
+
+_ROWS = 4096
+"""Rows whose keys are held at once, in float64, where each step has its own metric."""
+
+_FASTER = 8
+"""How much faster a matrix product is there than one number after the other."""
 
 
 class AttributedSum:
@@ -147,10 +154,7 @@ def attributed(
     Raises:
         ResourceExhaustedError: It would take too long where rows have no coefficients.
     """
-    for asked in layers:
-        if asked.coefficients is None:
-            rows = int(np.count_nonzero(asked.selected))
-            check_cost(asked.layer, rows, asked.pairs.directions)
+    check_costs(layers)
 
     def sums(first: int, last: int) -> list[np.ndarray]:
         return [layer_sums(asked, first, last, stop) for asked in layers]
@@ -211,14 +215,66 @@ def layer_sums(asked: PreparedLayer, first: int, last: int, stop: Stop | None) -
             if np.isfinite(found).all():
                 break
         return found  # a row that is not finite makes its group's sum so
-    positions = np.flatnonzero(asked.selected)
-    codes = asked.grouping.codes[positions]
+    return _followed_sums(asked, pairs, stop)
+
+
+def _followed_sums(asked: PreparedLayer, pairs: Pairs, stop: Stop | None) -> np.ndarray:
+    """Likewise where each step has its own metric: a row r of step s adds
+
+        sum_j e_r[j] (sum_i A_s[j, i] x_r[i] q_j[i] + a'_s[j] h_j)
+
+    to an input, with q_j = sum_p g_p[j] x_p and h_j = sum_p g_p[j] over its places p: a unit's
+    metric is put to the keys once, and multiplied with all inputs.
+    """
+    layer, positions = asked.layer, np.flatnonzero(asked.selected)
+    codes, groups = asked.grouping.codes[positions], len(asked.grouping.values)
     sums = np.zeros((pairs.count, groups))
     step = max(1, SCORE_BYTES // (8 * max(1, len(positions))))
-    for start in range(0, len(pairs.inputs), step):
-        block = slice(start, start + step)
-        queries, directions = pairs.queries[block], pairs.directions[block]
-        found = contributions_along(layer, queries, directions, asked.find, positions, stop)
-        for number, of_pair in zip(pairs.inputs[block], found, strict=True):
-            sums[number] += np.bincount(codes, of_pair, groups)
+    for first in range(0, pairs.count, step):
+        some = pairs.part(first, min(pairs.count, first + step))
+        found = torch.zeros((some.count, len(positions)), dtype=torch.float64)
+        queries, g = some.queries.double(), some.directions.double()
+        for unit in torch.nonzero((g != 0).any(dim=0))[:, 0].tolist():
+            metric = asked.find(unit)
+            of_unit = some.fold(queries * g[:, unit, None])
+            of_bias = some.fold(g[:, unit])
+            for start in range(0, len(positions), _ROWS):
+                check_stop(stop)
+                block = positions[start : start + _ROWS]
+                steps = torch.from_numpy(layer.space.steps[block])
+                values = torch.from_numpy(metric.values[block]).double()
+                seen = layer.keys_at(block).double().mul_(metric.weight[steps])
+                dots = of_unit @ seen.T
+                dots += torch.outer(of_bias, metric.bias[steps])
+                found[:, start : start + _ROWS] += dots.mul_(values)
+        for number, of_input in enumerate(found.numpy(), first):
+            sums[number] = np.bincount(codes, of_input, groups)
     return sums
+
+
+def check_costs(layers: Sequence[PreparedLayer]) -> None:
+    """Refuse what would take too long, of all layers together.
+
+    Raises:
+        ResourceExhaustedError: It would.
+    """
+    products = 0.0
+    for asked in layers:
+        if asked.coefficients is None:
+            used = asked.pairs.directions != 0
+            of_input = asked.pairs.fold(used.double()) > 0
+            units, inputs = int(used.any(dim=0).sum()), int(of_input.sum())
+            rows = float(np.count_nonzero(asked.selected))
+            # A metric's own pass, its product with the keys, and a matrix product, which is faster.
+            passes = units * (asked.layer.rows + rows) + inputs * rows / _FASTER
+            products += asked.layer.d_in * passes
+    if products > MOST_PRODUCTS:
+        raise ResourceExhaustedError(
+            "under an optimizer without coefficients each output unit's metric takes a pass over "
+            f"its layer's rows: the {len(layers)} layers here are {products:.1e} products, about "
+            f"{products / PRODUCTS_A_SECOND:,.0f} s, and at most {MOST_PRODUCTS:.0e} are taken: "
+            "ask about fewer of them with layers=, the last ones first, with a filter or with "
+            "fewer inputs",
+            field="layers",
+            reason="TOO_COSTLY",
+        )

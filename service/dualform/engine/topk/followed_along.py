@@ -26,6 +26,9 @@ from dualform.engine.totals.metric import UnitMetric
 MOST_PRODUCTS = 6e10
 """Products of float64 numbers that an answer may take: a minute or so."""
 
+PRODUCTS_A_SECOND = 1e9
+"""Of one core, about."""
+
 SCORE_BYTES = 512 << 20
 """Scores that are held at once."""
 
