@@ -384,15 +384,9 @@ def test_what_nobody_distributed_is_refused() -> None:
     """A method that Index gets meets a refusal, not an answer from no rows; these are known."""
     known = {"ask", "attribute", "explain_layers", "chunks", "verify_files", "identities", "close"}
     of_states = {"check_queries", "group_count", "examples", "example_bytes", "ledger", "layer"}
-    of_states |= {
-        "adopt",
-        "ledger_coefficients",
-        "state",
-        "parts_off",
-        "steps",
-        "sampling",
-        "optimizer",
-    }
+    of_states |= {"ledger_coefficients", "state", "parts_off", "steps", "sampling", "optimizer"}
+    of_states |= {"adopt", "closed"}
+    known |= {"trouble", "look_again"}
     refused = {"using", "remainder", "top_k", "sums", "top_groups", "dual_output", "explain"}
     of_ask = {"stream_weights", "open", "complete"}
     public = {name for name in dir(Index) if not name.startswith("_")}

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -16,7 +18,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from serve.serving import Served, array, refusal, serving, tensor
+from serve.serving import NOT_SERVING, SERVING, Served, array, refusal, serving, tensor
 
 from dualform.engine import Index
 from dualform.engine.errors import CancelledError
@@ -49,7 +51,10 @@ def folder(sharded_index: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 def served(fleet: Fleet, folder: Path) -> Iterator[Served]:
     """A server whose shards are with three actors."""
     catalog: Any = partial(Catalog, opener=Kept(fleet, "cpu", 3))
-    with serving({"digits": folder}, catalog_type=catalog) as found:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        metrics = f"127.0.0.1:{probe.getsockname()[1]}"
+    with serving({"digits": folder}, catalog_type=catalog, metrics=metrics) as found:
         yield found
 
 
@@ -126,6 +131,35 @@ def test_a_silent_machine_is_given_up(
     until(lambda: fleet.machines()[0] is not None and process(fleet, 0) != stopped)
 
 
+def exported(served: Served) -> dict[str, float]:
+    """What Prometheus finds, by name and labels."""
+    assert served.config.metrics is not None
+    with urllib.request.urlopen(f"http://{served.config.metrics}/metrics", timeout=30) as response:
+        lines = response.read().decode().splitlines()
+    pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    return {name: float(value) for name, value in pairs}
+
+
+def test_machines_are_counted(served: Served, fleet: Fleet) -> None:
+    served.stub.TopK(REQUEST, timeout=60)
+    before = exported(served)
+    assert before["dualform_machines"] == fleet.count
+    shards = [value for name, value in before.items() if name.startswith("dualform_machine_shards")]
+    assert (len(shards), sum(shards)) == (3, 7)
+    killed = process(fleet, 1)
+    os.kill(killed, signal.SIGKILL)
+    served.stub.TopK(REQUEST, timeout=60)
+    until(lambda: fleet.machines()[1] is not None and process(fleet, 1) != killed)
+    after = exported(served)
+    assert after["dualform_machines_lost_total"] == before["dualform_machines_lost_total"] + 1
+    for name in ("machines_requests", "machines_sent_bytes", "machines_received_bytes"):
+        assert after[f"dualform_{name}_total"] > before[f"dualform_{name}_total"]
+    for seat in range(3):
+        name = f'dualform_machine_seconds_total{{machine="{seat}"}}'
+        assert after[name] >= before[name] > 0
+    assert after['dualform_machine_up{machine="1"}'] == 1
+
+
 def test_a_shard_that_is_nowhere_and_comes_back(
     served: Served, folder: Path, expected: np.ndarray
 ) -> None:
@@ -153,8 +187,17 @@ def test_a_shard_that_is_nowhere_and_comes_back(
         for query, wanted in zip(rows, expected, strict=True):
             left = wanted[wanted < 1920 - missing]
             np.testing.assert_array_equal(query[: len(left)], left)
+        until(lambda: served.health("dualform.index.digits") == NOT_SERVING)
+        told = served.stub.ListIndexes(pb.ListIndexesRequest()).indexes[0]
+        assert told.health == pb.HEALTH_DAMAGED
+        assert "rows, of 1 of 3 parts, are nowhere" in told.health_reason
+        nowhere = f'dualform_rows_nowhere{{version="{told.version}"}}'
+        assert exported(served)[nowhere] >= missing
     finally:
         away.rename(keys)
+    # Nobody has to ask for it.
+    until(lambda: served.health("dualform.index.digits") == SERVING)
+    assert exported(served)[nowhere] == 0
     np.testing.assert_array_equal(array(served.stub.TopK(REQUEST, timeout=60).rows), expected)
 
 

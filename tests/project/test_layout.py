@@ -32,12 +32,13 @@ MAY_IMPORT = {
     "engine": {"optimizers", "questions", "store", "v1"},
     # Filters as text are the client's.
     "replay": {"client", "engine", "record", "optimizers", "store", "v1"},
-    "machines": {"engine", "questions", "store", "v1"},
+    "machines": {"engine", "index", "questions", "store", "v1"},
     "serve": {"machines", "engine", "questions", "record", "index", "store", "v1"},
     "client": {"engine", "layers", "questions", "record", "index", "store", "v1"},
     "plot": {"client", "v1"},
     "explore": {"client"},
     "cli": {
+        "machines",
         "serve",
         "client",
         "plot",

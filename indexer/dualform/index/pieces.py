@@ -289,14 +289,18 @@ def share_file(file: Path, other: Path) -> None:
             os.fsync(copied.fileno())
 
 
+def plan_digest(plan: Plan) -> str:
+    """A digest of what every piece of a plan depends on."""
+    options = plan.options
+    return digest(repr((options.values, options.round_keys, str(plan.source.schema))).encode())
+
+
 def _asked(plan: Plan, number: int, shard: int) -> str:
     """A digest of what the bytes of a piece depend on beside the recording's."""
     space = plan.spaces[number]
     start, stop = plan.shards(space)[shard]
-    options = plan.options
     parts = [
-        repr((options.values, options.round_keys, number, start, stop)),
-        str(plan.source.schema),
+        repr((plan_digest(plan), number, start, stop)),
         *(
             repr((spec.name, spec.kind, spec.d_in, spec.d_out, of_keys.name, of_values.name))
             for spec, (of_keys, of_values) in (

@@ -167,8 +167,10 @@ class FollowedSum:
     def _take(self) -> None:
         if not self._waiting:
             return
+        # In torch's own memory: how numbers are aligned decides, with some libraries, in which
+        # order they are added up.
         keys, values = (
-            torch.from_numpy(np.concatenate([rows[which] for rows in self._waiting]))
+            torch.from_numpy(np.concatenate([rows[which] for rows in self._waiting])).clone()
             for which in (0, 1)
         )
         codes = np.concatenate([codes for _, _, codes in self._waiting], axis=1)

@@ -35,10 +35,16 @@ def workspace(target: Path) -> Iterator[Path]:
         yield directory
         make_newest(directory, target.parent)
         _publish(directory, target)
+        shutil.rmtree(pieces_of(target), ignore_errors=True)
         sync_directory(target.parent)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
         lock.release()
+
+
+def pieces_of(target: Path) -> Path:
+    """Where a build that is shared out keeps what is made, until the target is there."""
+    return target.with_name(f".{target.name}.pieces")
 
 
 def _publish(directory: Path, target: Path) -> None:

@@ -26,9 +26,11 @@ _COARSE_NS = 2_000_000_000
 
 def versions(folder: Path) -> list[Path]:
     """The complete versions below a folder, the newest last: the one whose manifest was written
-    last, which is what is written last; of two written at the same time the later name."""
+    last, which is what is written last; of two written at the same time the later name. Where they
+    are published as they come, their names are numbered, and no clock is asked."""
+    numbered = is_followed(folder)
     complete = [
-        (child.stat().st_mtime_ns, child.parent.name, child.parent)
+        (0 if numbered else child.stat().st_mtime_ns, child.parent.name, child.parent)
         for child in folder.glob(f"*/{MANIFEST}")
         if child.is_file()
         and not child.parent.name.startswith(".")

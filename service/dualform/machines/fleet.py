@@ -10,40 +10,31 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import pickle
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from dualform import __version__
-from dualform._errors import DualformError
-from dualform._install import pip_install
 from dualform.engine.errors import (
     CancelledError,
     DataLossError,
     EngineError,
 )
+from dualform.machines.cluster import LOCAL, FleetError, connect, imported, nodes
 from dualform.machines.machine import About, Machine, Refused, Settings, packed, unpacked
 from dualform.machines.parts import Part
 
-LOCAL = "local"
-"""In place of a cluster's address: Ray is started on this machine, and ends with the server."""
 _LOOK_S = 0.05
 _WATCH_S = 0.25
-_KNOCK_S = 10.0
 _SHARED_BYTES = 100_000
-_OBJECT_STORE = 256 << 20
 
 _LOG = logging.getLogger("dualform.machines")
 
-
-class FleetError(DualformError):
-    """The machines cannot be had; the message says what to do."""
+__all__ = ["LOCAL", "Fleet", "FleetError", "Lost", "Patience", "Traffic"]
 
 
 @dataclass(frozen=True)
@@ -79,11 +70,17 @@ class Traffic:
     Attributes:
         sent, received: Bytes of requests and replies.
         requests: How many.
+        lost: Machines that were given up.
+        moved: Requests that went to another machine than their part belongs to.
+        seconds: By seat, from requests that were sent to their replies.
     """
 
     sent: int = 0
     received: int = 0
     requests: int = 0
+    lost: int = 0
+    moved: int = 0
+    seconds: dict[int, float] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -112,6 +109,7 @@ class _Request:
     tried: tuple[_Running, ...] = ()
     refused: EngineError | None = None
     until: float = 0.0
+    sent: float = 0.0
 
 
 class Fleet:
@@ -136,7 +134,7 @@ class Fleet:
         threads: int = 3,
         patience: Patience | None = None,
     ) -> None:
-        self._ray = _imported()
+        self._ray = imported()
         self._patience = patience or Patience()
         self._settings = settings or Settings()
         self._threads = threads
@@ -144,8 +142,8 @@ class Fleet:
         self._wake, self._closed = threading.Event(), threading.Event()
         self._tickets = itertools.count(1)
         self.traffic = Traffic()
-        self.count = self._connect(address, count)
-        self._sharing = -(-self.count // max(1, len(_nodes(self._ray))))
+        self.count = connect(self._ray, address, count)
+        self._sharing = -(-self.count // max(1, len(nodes(self._ray))))
         self._actor = self._ray.remote(
             num_cpus=1,
             max_restarts=0,
@@ -223,35 +221,6 @@ class Fleet:
                 self._ray.kill(machine.handle)
         self._ray.shutdown()
 
-    def _connect(self, address: str, count: int | None) -> int:
-        """Connect to Ray; how many machines there are to be."""
-        ray = self._ray
-        if ray.is_initialized():
-            return count or max(1, len(_nodes(ray)))
-        common = {"log_to_driver": False, "configure_logging": False}
-        try:
-            if address == LOCAL:
-                count = count or len(os.sched_getaffinity(0))
-                ray.init(
-                    # Also where this machine belongs to a cluster.
-                    address=LOCAL,
-                    # As many as there are machines: they share what cores there are.
-                    num_cpus=count,
-                    include_dashboard=False,
-                    object_store_memory=_OBJECT_STORE,
-                    **common,
-                )
-            else:
-                _knock(address)
-                ray.init(address=address, **common)
-        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-            where = "on this machine" if address == LOCAL else f"at {address}"
-            raise FleetError(
-                f"Ray cannot be reached {where}: {error}; start a cluster with `ray start --head` "
-                f"and say its address, or say `{LOCAL}`"
-            ) from None
-        return count or max(1, len(_nodes(ray)))
-
     def _start(self) -> None:
         """All machines at first; all of them must come."""
         until = time.monotonic() + self._patience.start
@@ -327,6 +296,7 @@ class Fleet:
             if machine.lost:
                 return
             machine.lost = True
+            self.traffic.lost += 1
         about = machine.about
         _LOG.error(
             "machine %d, process %d on %s, is lost: %s",
@@ -354,9 +324,11 @@ class Fleet:
             request.ticket = next(self._tickets)
             reply = request.at.handle.ask.remote(request.ticket, request.part, request.data)
             waiting[reply] = request
+            request.sent = time.monotonic()
             with self._lock:
                 self.traffic.requests += 1
                 self.traffic.sent += request.size
+                self.traffic.moved += request.at.seat != request.seat
             return True
         now = time.monotonic()
         request.until = request.until or now + self._patience.replaced
@@ -390,6 +362,9 @@ class Fleet:
                 continue
             with self._lock:
                 self.traffic.received += len(data)
+                seconds = self.traffic.seconds
+                took = time.monotonic() - request.sent
+                seconds[machine.seat] = seconds.get(machine.seat, 0.0) + took
             result = unpacked(data)
             if not isinstance(result, Refused):
                 found[request.place] = result
@@ -420,27 +395,3 @@ def _has_not(refused: Refused) -> bool:
     if issubclass(refused.kind, DataLossError):
         return True
     return refused.opening and not issubclass(refused.kind, CancelledError)
-
-
-def _knock(address: str) -> None:
-    """Raise OSError where nobody listens at HOST:PORT: Ray would try for minutes."""
-    host, colon, port = address.removeprefix("ray://").rpartition(":")
-    if colon and port.isdigit():
-        socket.create_connection((host.strip("[]"), int(port)), _KNOCK_S).close()
-
-
-def _nodes(ray: Any) -> list[Any]:
-    return [node for node in ray.nodes() if node["Alive"]]
-
-
-def _imported() -> Any:
-    # Before Ray is imported: it would tell its makers about every cluster.
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    try:
-        import ray
-        import ray.exceptions
-    except ImportError:
-        raise FleetError(
-            f"shards on several machines need Ray, which is not installed: {pip_install('ray')}"
-        ) from None
-    return ray

@@ -66,10 +66,24 @@ class Machines:
     ) -> None:
         self._fleet, self._device, self._gpu_memory = fleet, device_names(device), gpu_memory
         self._count = fleet.count if count is None else count
+        self._indexes: weakref.WeakSet[SpreadIndex] = weakref.WeakSet()
+
+    @property
+    def fleet(self) -> Fleet:
+        """Who they are."""
+        return self._fleet
+
+    @property
+    def indexes(self) -> list[SpreadIndex]:
+        """Those that are open."""
+        return [index for index in list(self._indexes) if not index.closed]
 
     def open(self, version: Version) -> SpreadIndex:
         """Open an index on them: see `dualform.engine.messages.opening.Opener`."""
-        return SpreadIndex(version, self._fleet, self._count, self._device, self._gpu_memory)
+        index = SpreadIndex(version, self._fleet, self._count, self._device, self._gpu_memory)
+        index.version = version.name
+        self._indexes.add(index)
+        return index
 
     def close(self) -> None:
         """End them."""
@@ -101,6 +115,7 @@ class SpreadIndex(Index):
         none: list[tuple[int, ...]] = [()] * len(manifest.spaces)
         super().__init__(version.path, devices=Devices(), use_faiss=False, shards=none)
         self._here, self._opened = self._opened, cast(Opened, _NotHere())
+        self._nowhere: dict[Part, str] = {}
         self._rowless, self._published = self.layers, manifest
         self._fleet, self.machines = fleet, count
         self._parts = [
@@ -209,6 +224,54 @@ class SpreadIndex(Index):
                 known.update(found)
         return known
 
+    @property
+    def trouble(self) -> str | None:
+        """Which rows are nowhere, as far as was noticed; None while all are there."""
+        nowhere = dict(self._nowhere)
+        if not nowhere:
+            return None
+        rows = sum(self.rows_of(part) for part in nowhere)
+        whole = sum(space.rows for space in self._published.spaces)
+        return (
+            f"{rows:,} of {whole:,} rows, of {len(nowhere)} of {len(self._parts)} parts, are "
+            f"nowhere: {next(iter(nowhere.values()))}; questions with partial=True are answered "
+            "from the others"
+        )
+
+    def rows_of(self, part: Part) -> int:
+        """How many rows a part has, of all row spaces."""
+        return sum(
+            space.shards[shard].rows
+            for number, space in enumerate(self._published.spaces)
+            for shard in part.numbers(number)
+        )
+
+    def nowhere(self) -> int:
+        """How many rows are nowhere, as far as was noticed."""
+        return sum(self.rows_of(part) for part in list(self._nowhere))
+
+    def seats(self) -> list[tuple[int, int]]:
+        """Of each part, the machine that it belongs to, and how many shards it has."""
+        return [
+            (seat, sum(end - first for ranges in part.shards for first, end in ranges))
+            for seat, part in self._parts
+        ]
+
+    def look_again(self, stop: Stop | None = None) -> None:
+        """Whether what was nowhere is somewhere again."""
+        homes = [home for home in self._parts if home[1] in self._nowhere]
+        if homes:
+            self._noted(homes, self._fleet.ask(homes, asked.describe, stop=stop))
+
+    def _noted(self, homes: Parts, found: list[Any]) -> list[Any]:
+        """Note which parts are nowhere."""
+        for (_, part), each in zip(homes, found, strict=True):
+            if isinstance(each, Lost):
+                self._nowhere[part] = str(each.error)
+            else:
+                self._nowhere.pop(part, None)
+        return found
+
     def close(self) -> None:
         """Refuse further questions; the machines close their parts."""
         super().close()
@@ -223,7 +286,7 @@ class SpreadIndex(Index):
         shards = spaces[layer.row_space].shards
 
         def ask(function: Callable[..., Any], *arguments: Any) -> list[Any]:
-            return self._fleet.ask(homes, function, *arguments, stop=stop)
+            return self._noted(homes, self._fleet.ask(homes, function, *arguments, stop=stop))
 
         sizes = [
             sum(shards[number].rows for number in part.numbers(layer.row_space))

@@ -39,7 +39,7 @@ class HealthBoard:
         """Set every status from what is known of the indexes now."""
         serving = False
         for name in self._catalog.names:
-            healthy = self._catalog.damage(name) is None
+            healthy = self._catalog.reason(name) is None
             serving = serving or healthy
             await self._servicer.set(index_service(name), _status(healthy))
         names = set(self._catalog.names)

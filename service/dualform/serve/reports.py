@@ -12,7 +12,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dualform._install import pip_install
 from dualform.serve.budget import MemoryBudget
@@ -22,6 +22,9 @@ from dualform.serve.memory import anonymous_bytes
 from dualform.serve.reading import RequestReader
 from dualform.serve.scans import ScanQueue
 from dualform.serve.telemetry import Telemetry
+
+if TYPE_CHECKING:
+    from dualform.machines.spread import Machines
 
 _PLAIN = re.compile(r"[A-Za-z0-9_.,:/@+-]*")
 _CALLS = logging.getLogger("dualform.calls")
@@ -105,6 +108,11 @@ class Reports:
         if self._metrics is not None:
             self._metrics.set_indexes(states)
 
+    def add_machines(self, machines: Machines) -> None:
+        """Count what machines do that open shards."""
+        if self._metrics is not None:
+            self._metrics.add_machines(machines)
+
     def serve(self, address: str) -> None:
         """Show the metrics there.
 
@@ -175,6 +183,50 @@ class _PageFaults:
         yield self._metric(
             "dualform_major_page_faults", "Pages read from disk as they were needed.", faults
         )
+
+
+class _OfMachines:
+    """What the machines do that open shards, read when it is asked for."""
+
+    def __init__(self, prometheus: Any, machines: Machines) -> None:
+        self._core, self._machines = prometheus.core, machines
+
+    def collect(self) -> Iterator[Any]:
+        fleet = self._machines.fleet
+        there = fleet.machines()
+        gauge, counter = self._core.GaugeMetricFamily, self._core.CounterMetricFamily
+        yield gauge("dualform_machines", "Actors that are to be there.", len(there))
+        up = gauge("dualform_machine_up", "1 while the actor is there.", labels=["machine"])
+        for seat, about in enumerate(there):
+            up.add_metric([str(seat)], about is not None)
+        yield up
+        traffic = fleet.traffic
+        for name, text, value in (
+            ("dualform_machines_lost", "Actors that were given up.", traffic.lost),
+            ("dualform_machines_requests", "Requests to actors.", traffic.requests),
+            (
+                "dualform_machines_moved",
+                "Requests that went to another actor than their shards belong to.",
+                traffic.moved,
+            ),
+            ("dualform_machines_sent_bytes", "Bytes of requests to actors.", traffic.sent),
+            ("dualform_machines_received_bytes", "Bytes of their replies.", traffic.received),
+        ):
+            yield counter(name, text, value)
+        took = counter(
+            "dualform_machine_seconds", "From requests to their replies.", labels=["machine"]
+        )
+        for seat, seconds in sorted(traffic.seconds.items()):
+            took.add_metric([str(seat)], seconds)
+        yield took
+        shards = gauge("dualform_machine_shards", "Shards by place.", labels=["version", "machine"])
+        nowhere = gauge("dualform_rows_nowhere", "Rows that no actor has.", labels=["version"])
+        for index in self._machines.indexes:
+            for seat, count in index.seats():
+                shards.add_metric([index.version, str(seat)], count)
+            nowhere.add_metric([index.version], index.nowhere())
+        yield shards
+        yield nowhere
 
 
 class _Metrics:
@@ -294,6 +346,9 @@ class _Metrics:
         for state in states:
             self._indexes.labels(state.name, state.version).set(state.healthy)
             self._resident.labels(state.name).set_function(state.resident)
+
+    def add_machines(self, machines: Machines) -> None:
+        self._registry.register(_OfMachines(self._prometheus, machines))
 
     def serve(self, address: str) -> None:
         host, port = split_address("metrics", address)

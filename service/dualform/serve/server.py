@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import logging
 import socket
 import threading
@@ -24,6 +25,7 @@ from dualform.engine.errors import CancelledError
 from dualform.engine.messages.catalog import Catalog, Limits
 from dualform.engine.messages.opening import Opener
 from dualform.engine.messages.versions import Change
+from dualform.machines.spread import Machines
 from dualform.serve.access import Access, TokenInterceptor
 from dualform.serve.actors import machines
 from dualform.serve.admin import AdminServer
@@ -45,7 +47,10 @@ GRACE_S = 30.0
 # For answers that are computed and on their way; open health watches never end by themselves.
 LAST_WRITES_S = 2.0
 LOOK_S = 1.0
-"""How often folders are looked at that versions are published into as they come."""
+"""How often folders are looked at that versions are published into as they come, and whether rows
+that were there are nowhere."""
+LOOKS_FOR_ROWS = 10
+"""Once in so many looks those are looked for that are nowhere."""
 MOST_CALLS_OF_A_CONNECTION = 256
 # Health checks and reflection included; whatever is beyond is refused before it is read.
 MOST_CALLS = 2048
@@ -123,6 +128,8 @@ class Server:
         self._reports = Reports(
             config.metrics is not None, self._scans, self._reader, self._memory, self._telemetry
         )
+        if isinstance(catalog.opener, Machines):
+            self._reports.add_machines(catalog.opener)
         self._calls = Calls(
             self._access, self._reader, self._memory, self._refresh, self._reports.ended
         )
@@ -237,15 +244,21 @@ class Server:
 
     async def _look(self) -> None:
         """Take versions over as they are published."""
-        while True:
+        told: dict[str, str | None] = {}
+        for look in itertools.count():
             await asyncio.sleep(LOOK_S)
+            catalog, stop = self._catalog, self._stopping.is_set
             try:
-                found = await asyncio.to_thread(self._catalog.take_newer, self._stopping.is_set)
+                found = await asyncio.to_thread(catalog.take_newer, stop)
+                if look % LOOKS_FOR_ROWS == 0:
+                    await asyncio.to_thread(catalog.look_again, stop)
             except Exception:
                 _LOG.exception("newer versions of indexes could not be looked for")
                 continue
-            if found:
+            reasons = {name: catalog.reason(name) for name in catalog.names}
+            if found or reasons != told:
                 await self._tell(found)
+            told = reasons
 
     def _reload_tokens(self, config: ServerConfig) -> list[Change]:
         try:
@@ -278,7 +291,7 @@ class Server:
                 IndexState(
                     name,
                     catalog.version(name),
-                    catalog.damage(name) is None,
+                    catalog.reason(name) is None,
                     partial(catalog.resident, name),
                 )
                 for name in catalog.names

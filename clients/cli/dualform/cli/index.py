@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -92,6 +93,19 @@ def add_to(commands: Any) -> None:
         help="with --follow: so many of the newest versions stay at least (default 2); older ones "
         "are removed once nobody serves them",
     )
+    build.add_argument(
+        "--ray",
+        metavar="ADDRESS",
+        help="have the processes of the Ray cluster at ADDRESS build it (auto: the one that this "
+        "machine belongs to), or local for processes on this machine; goes on from where it was "
+        "interrupted",
+    )
+    build.add_argument(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="with --ray: so many pieces of work at a time (default: the cluster's CPUs)",
+    )
     build.set_defaults(run=_build, parser=build)
     for name, run, what in (
         ("inspect", _inspect, "show an index's layers, rows and columns"),
@@ -114,11 +128,13 @@ def add_to(commands: Any) -> None:
 
 
 def _build(options: argparse.Namespace) -> int:
+    for name, of in (("every", "follow"), ("keep", "follow"), ("workers", "ray")):
+        if getattr(options, name) is not None and not getattr(options, of):
+            options.parser.error(f"--{name} goes with --{of}")
     if options.follow:
+        if options.ray is not None:
+            options.parser.error("--ray builds what is there, and --follow what comes: take one")
         return follow.run(options)
-    for name in ("every", "keep"):
-        if getattr(options, name) is not None:
-            options.parser.error(f"--{name} goes with --follow")
     started = time.monotonic()
     with Interruption() as interruption, Progress("building", "B") as progress:
         load_engine()
@@ -133,16 +149,19 @@ def _build(options: argparse.Namespace) -> int:
             progress(done, total)
 
         try:
-            build_index(
-                options.recording,
-                options.index,
-                values=options.values,
-                shard_rows=options.shard_rows,
-                parts=options.parts,
-                round_keys=options.round_keys,
-                announce=lambda text: print(text, flush=True),
-                progress=show,
-            )
+            if options.ray is not None:
+                _build_on_machines(options, show)
+            else:
+                build_index(
+                    options.recording,
+                    options.index,
+                    values=options.values,
+                    shard_rows=options.shard_rows,
+                    parts=options.parts,
+                    round_keys=options.round_keys,
+                    announce=_announce,
+                    progress=show,
+                )
         except ValueError as error:
             raise CommandError(str(error)) from error
     size = _size(options.index)
@@ -151,6 +170,26 @@ def _build(options: argparse.Namespace) -> int:
         f"next: dualform index verify {options.index}"
     )
     return 0
+
+
+def _build_on_machines(options: argparse.Namespace, show: Callable[[int, int], None]) -> None:
+    from dualform.index.plan import Options
+    from dualform.machines.building import build_on_machines
+
+    asked = Options(options.values, options.shard_rows, tuple(options.parts), options.round_keys)
+    build_on_machines(
+        options.recording,
+        options.index,
+        address=options.ray,
+        workers=options.workers,
+        options=asked,
+        announce=_announce,
+        progress=show,
+    )
+
+
+def _announce(text: str) -> None:
+    print(text, flush=True)
 
 
 def _inspect(options: argparse.Namespace) -> int:

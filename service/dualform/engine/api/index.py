@@ -182,6 +182,19 @@ class Index(Keywords):
         self._leave_devices()
 
     @property
+    def closed(self) -> bool:
+        """Whether further questions are refused."""
+        return self._closed.is_set()
+
+    @property
+    def trouble(self) -> str | None:
+        """Why some questions are refused though nothing is damaged; None where none are."""
+        return None
+
+    def look_again(self, stop: Stop | None = None) -> None:
+        """Find out whether there is still `trouble`."""
+
+    @property
     def steps(self) -> int:
         return self._manifest.steps
 

@@ -96,6 +96,11 @@ class Catalog:
         self._refused: dict[str, Path] = {}
 
     @property
+    def opener(self) -> Opener:
+        """Who opens the indexes."""
+        return self._opener
+
+    @property
     def names(self) -> list[str]:
         return list(self._entries)
 
@@ -103,6 +108,18 @@ class Catalog:
         """What is wrong with an index, or None. Knows what was met so far; `verify` looks."""
         entry = self._entries.get(name)
         return "it is served no more" if entry is None else entry.damage
+
+    def reason(self, name: str) -> str | None:
+        """The same, or why some questions to it are refused: rows that are nowhere."""
+        entry = self._entries.get(name)
+        return "it is served no more" if entry is None else entry.reason
+
+    def look_again(self, stop: Stop | None = None) -> None:
+        """Find out whether rows that were nowhere are there again."""
+        for entry in self._entries.values():
+            if entry.index is not None and entry.index.trouble is not None:
+                with suppress(EngineError):
+                    entry.index.look_again(stop)
 
     def version(self, name: str) -> str:
         """Which version of an index is served; empty where none is."""
@@ -309,7 +326,7 @@ class Catalog:
                 pb.IndexSummary(
                     name=name,
                     health=entry.health,
-                    health_reason=entry.damage or "",
+                    health_reason=entry.reason or "",
                     version=entry.version.name,
                 )
                 for name, entry in self._entries.items()
@@ -322,7 +339,7 @@ class Catalog:
         info = pb.IndexInfo(
             name=name,
             health=entry.health,
-            health_reason=entry.damage or "",
+            health_reason=entry.reason or "",
             version=entry.version.name,
         )
         index = entry.index

@@ -76,6 +76,12 @@ class Entry:
         return self.index is not None and self.index.identities() == self._files
 
     @property
+    def reason(self) -> str | None:
+        """What is wrong with it, whether or not some questions are answered."""
+        trouble = None if self.index is None else self.index.trouble
+        return self.damage or trouble
+
+    @property
     def damage(self) -> str | None:
         if self.error is not None:
             return str(self.error)
@@ -83,7 +89,7 @@ class Entry:
 
     @property
     def health(self) -> pb.Health:
-        return pb.HEALTH_SERVING if self.damage is None else pb.HEALTH_DAMAGED
+        return pb.HEALTH_SERVING if self.reason is None else pb.HEALTH_DAMAGED
 
 
 def opened_entry(name: str, path: Path, opener: Opener, before: Index | None = None) -> Entry:
