@@ -154,11 +154,11 @@ def test_what_is_wrong_is_said(
     with monkeypatch.context() as patch:
         patch.setattr(building, "mark_of", lambda chains: [[1, "0" * 16]])
         with pytest.raises(BuildError, match="is not on this node what it is where the build was"):
-            build(run, index)
+            build(run, index, options=Options())
     with monkeypatch.context() as patch:
         patch.setattr(building, "__version__", "0.0.1")
         with pytest.raises(BuildError, match=r"a node has dualform .*, and the build 0\.0\.1"):
-            build(run, index)
+            build(run, index, options=Options())
     data = next(run.glob("segments/*.bin"))
     data.write_bytes(data.read_bytes().replace(b"\x80\x3f", b"\x80\x40", 1))
     with pytest.raises(BuildError, match=r"\.bin.*digest"):
