@@ -182,20 +182,27 @@ class _Work:
         for task in pieces.keys() - set(tasks):
             self._advance(task)
         self._share_out(deque(tasks))
-        for task in pieces:
-            if pieces[task] is None:
-                pieces[task] = self._piece(task)
-        missing = [task for task, piece in pieces.items() if piece is None]
-        missing += [Task(layer=name) for name in plan.summed if self._sum(name) is None]
-        if missing:
-            raise BuildError(
-                f"{missing[0]} was made, and is not below {self._store.directory}: all machines "
-                "must see one file system there; choose a path on one that they share"
-            )
+        made = {task: piece or self._made(task) for task, piece in pieces.items()}
+        for name in plan.summed:
+            if self._sum(name) is None:
+                raise self._unseen(Task(layer=name))
         return [
-            [piece for task, piece in pieces.items() if task.space == number and piece is not None]
+            [piece for task, piece in made.items() if task.space == number]
             for number in range(len(plan.spaces))
         ]
+
+    def _made(self, task: Task) -> Piece:
+        """A piece that was made just now."""
+        piece = self._piece(task)
+        if piece is None:
+            raise self._unseen(task)
+        return piece
+
+    def _unseen(self, task: Task) -> BuildError:
+        return BuildError(
+            f"{task} was made, and is not below {self._store.directory}: all machines must see one "
+            "file system there; choose a path on one that they share"
+        )
 
     def summed(self, name: str) -> Callable[[], Summed]:
         """Gives what a layer's rows add up to."""
