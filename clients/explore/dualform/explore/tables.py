@@ -14,11 +14,6 @@ def output(what: Output | Refused, title: str, scene: Scene) -> str:
     """A layer's output, beside what is left of it without the rows that are filtered out."""
     if isinstance(what, Refused):
         return f"<h2>{title}</h2>{refused(what, scene.view)}"
-    first, left = what.winner
-    line = f"unit <b>{named(scene.unit(first, what.layer))}</b> is largest"
-    if what.left is not None:
-        line += f"; {what.beside} <b>{named(scene.unit(left, what.layer))}</b>"
-        line += " still" if left == first else ""
     values = [value for _, value in what.whole] + list(what.left or ())
     largest = max((abs(value) for value in values), default=0.0)
     rows = []
@@ -27,21 +22,37 @@ def output(what: Output | Refused, title: str, scene: Scene) -> str:
         if what.left is not None:
             cells += [number(what.left[place]), bar(what.left[place], largest)]
         rows.append(cells)
-    head = ["unit", "all rows" if what.layer else "as trained", ""] + (
-        [what.beside, ""] if what.left is not None else []
+    head = ["unit", "all rows" if what.layer else "as trained", ""]
+    head += [what.beside, ""] if what.left is not None else []
+    caption = f"output of layer {named(what.layer)}" if what.layer else "what the model gives"
+    return (
+        f"<h2>{title}</h2>{_winner(what, scene)}"
+        + table(head, rows, caption=caption, kind="output")
+        + f'<p class="said">{_under(what)}</p>'
     )
-    under = f"{len(rows)} of {what.units:,} units" if len(rows) < what.units else "all units"
+
+
+def _winner(what: Output, scene: Scene) -> str:
+    """Which unit is the largest, where there are several."""
+    if what.units == 1:
+        return ""
+    first, left = what.winner
+    line = f"unit <b>{named(scene.unit(first, what.layer))}</b> is largest"
+    if what.left is not None:
+        line += f"; {what.beside} <b>{named(scene.unit(left, what.layer))}</b>"
+        line += " still" if left == first else ""
+    return f'<p class="winner">{line}</p>'
+
+
+def _under(what: Output) -> str:
+    """How much of the layer, and of its rows, that is."""
+    shown = len(what.whole)
+    under = f"{shown} of {what.units:,} units" if shown < what.units else "all units"
     if what.total:
         under = f"{what.rows:,} of {what.total:,} rows take part; {under}"
     if what.residual is not None:
         under += f"; no row explains {number(what.residual)} of the output"
-    caption = f"output of layer {named(what.layer)}" if what.layer else "what the model gives"
-    return (
-        f"<h2>{title}</h2>"
-        + (f'<p class="winner">{line}</p>' if what.units > 1 else "")
-        + table(head, rows, caption=caption, kind="output")
-        + f'<p class="said">{under}</p>'
-    )
+    return under
 
 
 def _unit(unit: int, scene: Scene, layer: str) -> str:
