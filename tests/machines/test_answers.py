@@ -386,7 +386,7 @@ def test_what_nobody_distributed_is_refused() -> None:
     of_states = {"check_queries", "group_count", "examples", "example_bytes", "ledger", "layer"}
     of_states |= {"ledger_coefficients", "state", "parts_off", "steps", "sampling", "optimizer"}
     of_states |= {"adopt", "closed"}
-    known |= {"trouble", "look_again"}
+    known |= {"trouble", "look_again", "self_influence"}
     refused = {"using", "remainder", "top_k", "sums", "top_groups", "dual_output", "explain"}
     of_ask = {"stream_weights", "open", "complete"}
     public = {name for name in dir(Index) if not name.startswith("_")}
