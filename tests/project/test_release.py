@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 
 import dualform
@@ -132,3 +133,29 @@ def test_a_wheel_that_lacks_a_part_does_not_pass(
     shutil.move(less, whole)
     with pytest.raises(release.ReleaseError, match=r"No module named 'dualform\.optimizers\.adam'"):
         release.check(tmp_path / "dist", by_pip=False)
+
+
+def test_the_citation_and_the_issue_forms_are_what_forges_read() -> None:
+    """What CFF 1.2.0 requires; and of issue forms, what GitHub's syntax does."""
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
+    assert cited["cff-version"] == "1.2.0"
+    assert {"message", "title", "authors"} <= cited.keys()
+    for work in (cited, *cited["references"]):
+        assert work["authors"]
+        assert all(
+            {"name"} == each.keys() or {"family-names", "given-names"} <= each.keys()
+            for each in work["authors"]
+        )
+    assert all({"type", "title", "authors"} <= work.keys() for work in cited["references"])
+    forms = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
+    assert forms
+    for path in forms:
+        form = yaml.safe_load(path.read_text("utf-8"))
+        assert {"name", "description", "body"} <= form.keys(), path
+        asked = [each for each in form["body"] if each["type"] != "markdown"]
+        assert asked, path
+        kinds = {"checkboxes", "dropdown", "input", "textarea"}
+        assert {each["type"] for each in asked} <= kinds, path
+        assert all(each["attributes"]["label"] for each in asked), path
+        names = [each["id"] for each in asked]
+        assert len(set(names)) == len(names), path
