@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from dualform.engine import Index
-from dualform.index import build_index
-from dualform.index.build import SHARD_ROWS
+from dualform.index import SHARD_ROWS, build_index
 from dualform.record import Recorder
 
 BATCH = 128
