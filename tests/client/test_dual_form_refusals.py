@@ -150,7 +150,7 @@ def test_an_inexact_layer_is_refused_from_its_mark_on(clipped: Client) -> None:
     # Of the trained layer it is known how much no row explains.
     for named in ({}, {"layers": ["0"]}, {"layers": ["0"], "max_residual": 1e-4}):
         with (
-            pytest.raises(FailedPreconditionError, match="no row explains") as caught,
+            pytest.raises(FailedPreconditionError, match="unexplained, as residual") as caught,
             dual_form(model, clipped, **named),
         ):
             model(x)

@@ -93,7 +93,7 @@ def test_a_key_bias_under_adamw_is_noise_and_said_to_be(tmp_path: Path) -> None:
 
 def refused_in_words(client: Client, model: nn.Module, queries: np.ndarray) -> None:
     """Where the remainder lies, and whose outputs they are in the user's words."""
-    cause = r"\(it lies in 'key\.bias': of [\d.]+ of that bias; .*rounding noise.*verify"
+    cause = r"unexplained, as residual \(most in 'key\.bias', [\d.]+ of .*rounding noise.*verify"
     with pytest.raises(FailedPreconditionError, match=rf"for query \d {cause}"):
         client.dual_output("key", queries)
     # Two inputs of six places: the input is named, and how to go on without the layer.

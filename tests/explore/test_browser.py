@@ -233,7 +233,7 @@ def test_filters_leave_rows_out_at_once(page: Page, address: str, digits: Digits
 
 def test_a_remainder_is_shown_where_it_is_asked_for(page: Page, address: str) -> None:
     opened(page, address, "index=digits&example=7&residual=0")
-    expect(page.locator(".prediction .refused")).to_contain_text("no row explains")
+    expect(page.locator(".prediction .refused")).to_contain_text("unexplained, as residual")
     with shown(page):
         page.get_by_role("link", name="Show it all the same").first.click()
     expect(page.locator(".prediction table")).to_be_visible()

@@ -334,7 +334,7 @@ def test_optimizers_of_no_known_family(tmp_path: Path, name: str, optimizer_of: 
     first, last = trained.layer("0", 0, queries), trained.layer("0", STEPS, queries)
     share = float((np.linalg.norm(last - first, axis=1) / np.linalg.norm(last, axis=1)).max())
     with Client.local(trained.path, device="cpu") as client:
-        with pytest.raises(FailedPrecondition, match=f"no row explains {share:.2g} of the output"):
+        with pytest.raises(FailedPrecondition, match=f"rows leave {share:.2g} of the output"):
             client.dual_output("0", queries)
         for where in (None, "label = 1"):
             out = client.dual_output("0", queries, where=where, max_residual=np.inf)

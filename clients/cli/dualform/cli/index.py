@@ -329,7 +329,10 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _print_report(report: VerifyReport) -> None:
-    print(f"{report.path}: {report.steps:,} steps; {'ok' if report.ok else 'NOT OK'}")
+    open_ = sum(one.weight_error is None or bool(one.inexact) for one in report.layers)
+    but = f", but {open_} of {len(report.layers)} layers prove nothing to the end: see their notes"
+    verdict = "ok" if report.ok else "NOT OK"
+    print(f"{report.path}: {report.steps:,} steps; {verdict}{but if report.ok and open_ else ''}")
     for damage in report.damage:
         about = [] if damage.layer is None else [f"layer {damage.layer}"]
         if damage.first_row is not None:

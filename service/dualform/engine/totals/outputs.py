@@ -45,8 +45,8 @@ from dualform.store.ledger import Ledger
 _UNKNOWN = "what rows moved the weight by is not known under an optimizer of no family"
 
 _NOISE = (
-    "where a bias has no true gradient, as before batch norm or in attention's keys, such an "
-    "optimizer takes whole steps along rounding noise, and `dualform index verify` says so"
+    "a bias without a true gradient, as before batch norm or in attention's keys, is moved by "
+    "rounding noise under this optimizer, as `dualform index verify` says; bias=False avoids it"
 )
 
 
@@ -281,10 +281,10 @@ class DualOutputs:
         marks = [f"from step {m.from_step} on {m.reason}" for m in layer.manifest.inexact]
         known = "; ".join(marks) or self._where_it_lies(layer.manifest)
         return FailedPreconditionError(
-            f"layer {layer.name!r}: no row explains {share[worst]:.2g} of the output for {who}"
-            f"{f' ({known})' if known else ''}, and max_residual is {most:g};{leave_out} pass a "
-            "larger max_residual to be answered with that remainder beside the rows, or ask for "
-            "weights (top-k, sums), which are exact",
+            f"layer {layer.name!r}: the rows leave {share[worst]:.2g} of the output for {who} "
+            f"unexplained, as residual{f' ({known})' if known else ''}, and max_residual is "
+            f"{most:g};{leave_out} pass a larger max_residual to be answered with that "
+            "residual beside the rows, or ask for weights (top-k, sums), which are exact",
             field="max_residual",
             reason="RESIDUAL",
         )
@@ -295,7 +295,7 @@ class DualOutputs:
         if layer.bias not in of or of[layer.weight] >= of[layer.bias]:
             return ""
         noise = "" if self._ledger.family.scalar else f"; {_NOISE}"
-        return f"it lies in {layer.bias!r}: of {of[layer.bias]:.2g} of that bias{noise}"
+        return f"most in {layer.bias!r}, {of[layer.bias]:.2g} of which no row explains{noise}"
 
     def _remainder_as_weights(self, layer: IndexLayer) -> Affine | None:
         if layer.name not in self._remainders:
