@@ -165,7 +165,7 @@ def test_a_validation_set_together(
     trained: Trained, client: Client, order: Any, many_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What harmed it most, or helped: more inputs than the widest layer has units, and few."""
-    monkeypatch.setattr("dualform.client._gradients._MANY_BYTES", many_bytes)
+    monkeypatch.setattr("dualform.client._watch._MANY_BYTES", many_bytes)
     generator = torch.Generator().manual_seed(5)
     for n in (3, 50):
         x, labels = torch.randn(n, 6, generator=generator), torch.arange(n) % 3

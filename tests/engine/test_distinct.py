@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from soak.counts import count
 from synthetic import make_index
 
-import dualform.index.build as index_build
+import dualform.index.plan as index_plan
 import dualform.index.sketch as index_sketch
 from dualform.engine import Index
 from dualform.engine.errors import InvalidArgumentError
@@ -85,7 +85,7 @@ def test_any_split_keeps_the_best_row_of_each_value(case: dict) -> None:
     scores = reference.exact_scores(keys, case["queries"])
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_shards, "TILE_BYTES", 4)
-        patch.setattr(index_build, "MIN_D_IN", 1 if case["directions"] else 1 << 30)
+        patch.setattr(index_plan, "MIN_D_IN", 1 if case["directions"] else 1 << 30)
         patch.setattr(index_sketch, "DIRECTIONS", case["directions"])
         patch.setattr(engine_top_k, "COMPRESS_AT", 16)
         patch.setattr(engine_top_k, "RESCORE_ROWS", 8)
