@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +26,7 @@ from dualform.serve import ServerLimits
 
 from .serving import serving
 
-EXAMPLES, STEPS, BATCH, LR, MOMENTUM, DECAY = 20, 12, 5, 0.1, 0.9, 0.02
+EXAMPLES, STEPS, BATCH, LR = 20, 12, 5, 0.1
 VOCABULARY, TOKENS = 11, 4
 
 
@@ -51,52 +53,79 @@ class Trained:
     counts: np.ndarray
 
 
-def kept() -> np.ndarray:
-    """How much of a step's gradient the weight has in the end, by recursion, float64 [steps]."""
+def lowered(
+    model: Words, optimizer: torch.optim.SGD, batch: list[dict[str, torch.Tensor]]
+) -> list[dict[str, float]]:
+    """By how much each example's part of one step's update lowers its part of the step's loss.
+
+    In float64, by torch's own step with the whole batch's gradient and with all but the example's:
+    minus the product of the difference with the example's gradient, for each parameter.
+
+    Args:
+        model: In float64, as it is before the step.
+        optimizer: The run's, as it is before the step.
+        batch: Each example's gradient at every parameter.
+    """
+    total = {name: torch.stack([one[name] for one in batch]).sum(dim=0) for name in batch[0]}
+
+    def after(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        moved = copy.deepcopy(model)
+        again = torch.optim.SGD(moved.parameters(), lr=1.0)
+        again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        for name, parameter in moved.named_parameters():
+            parameter.grad = gradients[name]
+        again.step()
+        return {name: parameter.detach() for name, parameter in moved.named_parameters()}
+
+    whole = after(dict(total))
     found = []
-    for step in range(STEPS):
-        weight = momentum = 0.0
-        for later in range(step, STEPS):
-            gradient = (1.0 if later == step else 0.0) + DECAY * weight
-            momentum = gradient if later == step else MOMENTUM * momentum + gradient
-            weight -= LR * momentum
-        found.append(-weight)
-    return np.array(found)
+    for one in batch:
+        rest = after({name: total[name] - one[name] for name in total})
+        found.append({n: -float(((whole[n] - rest[n]) * one[n]).sum()) for n in one})
+    return found
 
 
-@pytest.fixture(scope="module", params=[2, 40], ids=["narrow", "wide"])
+RUNS: dict[str, tuple[int, dict[str, Any]]] = {
+    "narrow": (2, {"momentum": 0.9, "weight_decay": 0.5}),
+    "wide, nesterov": (40, {"momentum": 0.8, "weight_decay": 0.5, "nesterov": True}),
+    "dampening": (2, {"momentum": 0.9, "dampening": 0.6, "weight_decay": 0.5}),
+}
+
+
+@pytest.fixture(scope="module", params=list(RUNS))
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     path = tmp_path_factory.mktemp("self")
+    wide, settings = RUNS[request.param]
     torch.manual_seed(0)
-    model = Words(request.param)
+    model = Words(wide)
     tokens = torch.randint(VOCABULARY, (EXAMPLES, TOKENS))
     labels = torch.randint(3, (EXAMPLES,))
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
-    layers, c = ("table", "hidden", "out"), kept()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, **settings)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+    layers = ("table", "hidden", "out")
     expected = np.zeros((EXAMPLES, len(layers)))
     counts = np.zeros(EXAMPLES, np.int64)
     with Recorder(model, optimizer, path / "recording") as recorder:
-        for step in range(STEPS):
+        for _ in range(STEPS):
             batch = torch.randperm(EXAMPLES)[:BATCH]
-            wide = Words(request.param).double()
-            wide.load_state_dict({name: p.double() for name, p in model.state_dict().items()})
+            reference = copy.deepcopy(model).double()
+            gradients = []
             for example in batch.tolist():
-                loss = nn.functional.cross_entropy(wide(tokens[[example]]), labels[[example]])
-                wide.zero_grad()
-                (loss / BATCH).backward()
+                loss = nn.functional.cross_entropy(reference(tokens[[example]]), labels[[example]])
+                parts = torch.autograd.grad(loss / BATCH, list(reference.parameters()))
+                names = [name for name, _ in reference.named_parameters()]
+                gradients.append(dict(zip(names, parts, strict=True)))
                 counts[example] += 2 * TOKENS + 1
-                for place, name in enumerate(layers):
-                    squares = sum(
-                        float(parameter.grad.square().sum())
-                        for parameter in wide.get_submodule(name).parameters()
-                        if parameter.grad is not None
-                    )
-                    expected[example, place] += c[step] * squares
+            found = lowered(reference, optimizer, gradients)
+            for example, by_parameter in zip(batch.tolist(), found, strict=True):
+                for name, amount in by_parameter.items():
+                    expected[example, layers.index(name.split(".")[0])] += amount
             recorder.annotate(example=batch, label=labels[batch])
             loss = nn.functional.cross_entropy(model(tokens[batch]), labels[batch])
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+            schedule.step()
     build_index(path / "recording", path / "index", shard_rows=64)
     return Trained(path / "index", layers, expected, counts)
 
@@ -120,6 +149,21 @@ def test_against_every_steps_gradients(trained: Trained) -> None:
         assert found.coverage["out"].rows == STEPS * BATCH
         table = found.to_pandas()
         assert table["group"][0] == found.groups[int(found.scores.argmax())]
+
+
+def test_later_decay_is_not_in_it(tmp_path: Path) -> None:
+    """Every step's gradient is 1, and lr |G|^2 0.1, whatever becomes of the weight."""
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=5)
+    with Recorder(model, optimizer, tmp_path / "recording") as recorder:
+        for step in range(6):
+            recorder.annotate(example=torch.tensor([step]))
+            optimizer.zero_grad()
+            model(torch.ones(1, 1)).sum().backward()
+            optimizer.step()
+    build_index(tmp_path / "recording", tmp_path / "index")
+    with Client.local(tmp_path / "index") as client:
+        np.testing.assert_allclose(client.self_influence().scores, [0.1] * 6, rtol=1e-12)
 
 
 def test_remote_and_asyncio_in_parts(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:

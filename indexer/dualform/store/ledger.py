@@ -123,6 +123,26 @@ class Ledger:
         """The same for the parameter's momentum buffer: m_s = p W_j + r m_j + sum c E_t."""
         return self._recursion(parameter, at_step, start, 0.0, 1.0)
 
+    def step_sizes(self, parameter: str) -> np.ndarray:
+        """Of each step's E_t what that step itself adds to `parameter`, before any later step
+        decays it or adds it again by momentum: float64 [steps]. For SGD lr, by Nesterov's momentum
+        lr (1 + momentum), each times the step's scale and, after the first, 1 - dampening.
+
+        Raises:
+            KeyError: The ledger has no such parameter.
+            ValueError: The family's steps have no numbers.
+        """
+        # A value is minus the gradient, before it was scaled.
+        return np.array(
+            [
+                -row.scale * float(step.wg + step.wm * step.mg)
+                for row, step in zip(
+                    self.parameters[parameter], self._transitions(parameter), strict=True
+                )
+            ],
+            np.float64,
+        )
+
     def _recursion(
         self, parameter: str, at_step: int, start: int, p: float, r: float
     ) -> Coefficients:

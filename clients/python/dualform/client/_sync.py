@@ -530,10 +530,13 @@ class Client(Driver):
 
         No model is needed, nor are the examples: the index has each one's gradient of every step
         that it was in, G at a layer's weight and g at its bias. Its part of that step's update
-        lowered its part of that step's loss by c_t |G|^2 + c'_t |g|^2 to first order, which is
+        lowered its part of that step's loss by s_t (|G|^2 + |g|^2) to first order, which is
         added up over the steps: TracIn's self-influence (Pruthi et al., 2020) with every step for
-        a checkpoint. The loss is what training computed: of a mean over a batch each example has
-        its share. What few others teach, such as a wrong label, comes out large.
+        a checkpoint. s_t is what the step itself multiplied a gradient by: the learning rate,
+        lr (1 + momentum) with Nesterov's; what momentum and decay made of it later is not in it.
+        The loss is what training computed: of a mean over a batch each example has its share, and
+        where a GradScaler multiplied it, it is the multiplied one.
+        What few others teach, such as a wrong label, comes out large.
 
         Args:
             by: The metadata column whose values are the groups; rows without one take no part.

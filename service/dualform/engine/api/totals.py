@@ -20,6 +20,7 @@ from dualform.engine.plan.plan import Plan
 from dualform.engine.rows.bins import binned
 from dualform.engine.totals import outputs
 from dualform.engine.totals import sums as totals
+from dualform.engine.totals.coefficients import step_coefficients
 from dualform.engine.totals.on_devices import OnDevices, for_outputs
 from dualform.engine.totals.outputs import PreparedOutput
 from dualform.engine.totals.stored_parts import whole_groups
@@ -174,7 +175,7 @@ def self_influence(
     first = min(question.first, last)
     inside = selected & (grouping.codes >= first) & (grouping.codes < last)
     codes = grouping.codes - first
-    coefficients = opened.outputs.trained_coefficients(layer.manifest)
+    coefficients = step_coefficients(opened.ledger, layer.manifest)
     return SelfInfluence(
         groups=grouping.values[first:last],
         scores=influence_of(layer, codes, inside, coefficients, last - first, stop),

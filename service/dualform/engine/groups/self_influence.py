@@ -1,10 +1,11 @@
 """What each group's rows did to their own part of the loss, in the step that each was in.
 
 A row's value is minus the loss's gradient at the layer's output, so that the rows p that a group
-has in a step have G = sum_p e_p x_p^T for minus its gradient at the weight. In the end the weight
-holds c_t G of it, which lowered the step's loss by c_t |G|^2 to first order, and by
-c'_t |sum_p e_p|^2 through the bias: the terms of TracIn's self-influence (Pruthi et al., 2020,
-section 3.2) of every step that saw the group, and none estimated from checkpoints.
+has in a step have G = sum_p e_p x_p^T for minus its gradient at the weight. The step itself added
+s_t G of it to the weight (`Ledger.step_sizes`: SGD's learning rate), which lowered the step's loss
+by s_t |G|^2 to first order, and by s'_t |sum_p e_p|^2 through the bias: the terms of TracIn's
+self-influence (Pruthi et al., 2020, section 3.2) of every step that saw the group, and none
+estimated from checkpoints. What later steps made of it, by momentum and decay, is not in it.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def self_influence(
         layer: Whose rows.
         codes: int [total], by position the group of each.
         selected: bool [total], by position: the rows that take part.
-        coefficients: What each row counts.
+        coefficients: What each row counted in its own step.
         groups: How many there are.
         stop: Asked between blocks.
     """

@@ -57,6 +57,14 @@ def layer_coefficients(
     )
 
 
+def step_coefficients(ledger: Ledger, layer: Parameters) -> LayerCoefficients:
+    """What each step's rows counted in that step alone, later decay and momentum left out."""
+    return LayerCoefficients(
+        Coefficients(0.0, 0.0, ledger.step_sizes(layer.weight)),
+        None if layer.bias is None else Coefficients(0.0, 0.0, ledger.step_sizes(layer.bias)),
+    )
+
+
 def initial_part(
     layer: Parameters, state: State, coefficients: LayerCoefficients, queries: torch.Tensor
 ) -> np.ndarray:
