@@ -34,7 +34,8 @@ from dualform.client._retry import DEFAULT_RETRY, Retry
 from dualform.client._scores import ScoresResult, path_of
 from dualform.client._self_influence import SelfInfluenceResult, self_influence
 from dualform.client._targets import Target
-from dualform.client._text import TextAttribution, TextQuestion, Tokenizer
+from dualform.client._text import TextAttribution, TextQuestion
+from dualform.client._tokens import Tokenizer
 from dualform.client._transport import GrpcTransport
 from dualform.questions import (
     ExplainQuestion,
@@ -499,8 +500,8 @@ class Client(Driver):
             Documents with their scores, and of each the spans with the largest sums.
 
         Raises:
-            InvalidArgumentError: Text without tokens, a tokenizer or model of another kind, or as
-                for `attribute`.
+            InvalidArgumentError: Text without tokens, a tokenizer or model of another kind, tokens
+                that the model has no rows for, places that are no integers, or as for `attribute`.
             FailedPreconditionError, NotFoundError, ResourceExhaustedError: As for `attribute`.
         """
         asked = {
@@ -535,8 +536,8 @@ class Client(Driver):
         a checkpoint. s_t is what the step itself multiplied a gradient by: the learning rate,
         lr (1 + momentum) with Nesterov's; what momentum and decay made of it later is not in it.
         The loss is what training computed: of a mean over a batch each example has its share, and
-        where a GradScaler multiplied it, it is the multiplied one.
-        What few others teach, such as a wrong label, comes out large.
+        where a GradScaler multiplied it, it is the multiplied one. What few others teach, such as a
+        wrong label, comes out large.
 
         Args:
             by: The metadata column whose values are the groups; rows without one take no part.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,10 +13,22 @@ from dualform.client._arrays import value_of
 from dualform.client._asking import Asking, Steps
 from dualform.client._attributing import Attributing
 from dualform.client._attribution import AttributionResult, attribution_of, join_attributions
+from dualform.client._info import IndexInfo
 from dualform.client._retry import Deadline
 from dualform.client._scores import Collector
+from dualform.client._spans import best_spans
 from dualform.client._targets import logits_of
+from dualform.client._tokens import (
+    Tokenizer,
+    beyond_vocabulary,
+    check_taken,
+    check_tokenizer,
+    decoded,
+    encoded,
+    not_taken,
+)
 from dualform.client.errors import InvalidArgumentError
+from dualform.questions import IndexQuestion
 from dualform.v1 import attribution_pb2 as pb
 
 if TYPE_CHECKING:
@@ -25,16 +37,6 @@ if TYPE_CHECKING:
     from dualform.client._gradients import Gradients
 
 TEXT_TARGETS = ("logprob", "margin")
-
-
-class Tokenizer(Protocol):
-    """What is needed of a tokenizer: Hugging Face's have it."""
-
-    def encode(self, text: str) -> Sequence[int]:
-        """The tokens of a text."""
-
-    def decode(self, tokens: list[int]) -> str:
-        """The text of tokens."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,11 @@ class TextQuestion:
 
         prompt = self._tokens(self.prompt, "prompt")
         completion = self._tokens(self.completion, "completion")
+        said = [decoded(self.tokenizer, [token]) for token in completion]
+        check_taken(self.model, prompt + completion)
         deadline = asking.deadline(timeout)
+        if self.spans:
+            yield from self._check_position(asking, deadline)
         question = Attributing(
             model=self.model,
             inputs=torch.tensor([prompt + completion], device=_device(self.model)),
@@ -123,7 +129,10 @@ class TextQuestion:
             asked=self.asked,
             where=self.where,
         )
-        gradients = yield from question.run(asking, deadline)
+        try:
+            gradients = yield from question.run(asking, deadline)
+        except IndexError as error:  # a table's, on a CPU
+            raise not_taken(self.model, prompt + completion, error) from error
         parts: list[AttributionResult] = []
         yield from question.ask(
             asking, deadline, gradients, lambda *part: parts.append(attribution_of(*part))
@@ -146,7 +155,7 @@ class TextQuestion:
             documents=documents,
             scores=found.scores[0][: len(documents)],
             spans=spans,
-            tokens=[self.tokenizer.decode([token]) for token in completion],
+            tokens=said,
             target=float(found.targets[0]),
             found=found,
         )
@@ -156,19 +165,33 @@ class TextQuestion:
             raise InvalidArgumentError(
                 f"target={self.target!r} is none of 'logprob', 'margin'", field="target"
             )
-        for name in ("encode", "decode"):
-            if not callable(getattr(self.tokenizer, name, None)):
-                raise InvalidArgumentError(
-                    f"tokenizer is of type {type(self.tokenizer).__name__} and has no {name}(); "
-                    "one with encode(text) and decode(tokens) is needed, as transformers' are",
-                    field="tokenizer",
-                )
+        check_tokenizer(self.tokenizer)
         for name, least in (("spans", 0), ("width", 1)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise InvalidArgumentError(
                     f"{name} is {value!r}; an integer, {least} or more, is needed", field=name
                 )
+
+    def _check_position(self, asking: Asking, deadline: Deadline) -> Steps[None]:
+        """Refuse a column that counts no places, before the model runs."""
+        question = IndexQuestion(index=self.asked["index"])
+        info: IndexInfo = yield from asking.index(question, deadline.remaining())
+        for layer in info.layers.values():
+            kind = layer.columns.get(self.position)
+            if kind not in (None, "int64", "unknown"):
+                raise InvalidArgumentError(
+                    f"position={self.position!r} is a column of {kind}; places in a document are "
+                    "integers, counted in tokens from 0",
+                    field="position",
+                )
+        if not any(self.position in layer.columns for layer in info.layers.values()):
+            known = sorted({name for layer in info.layers.values() for name in layer.columns})
+            raise InvalidArgumentError(
+                f"position={self.position!r} is an unknown column; the index has "
+                f"{', '.join(known) or 'none'}; spans=0 asks for documents alone",
+                field="position",
+            )
 
     def _tokens(self, text: str, field: str) -> list[int]:
         if not isinstance(text, str):
@@ -220,47 +243,9 @@ class TextQuestion:
         ]
 
     def _text(self, tokens: list[int] | None, first: int, last: int) -> str | None:
-        return None if tokens is None else self.tokenizer.decode(tokens[first : last + 2])
-
-
-def encoded(tokenizer: Tokenizer, text: str) -> list[int]:
-    """A text's tokens, without those that mark its beginning and end."""
-    try:
-        tokens = tokenizer.encode(text, add_special_tokens=False)  # type: ignore[call-arg]
-    except TypeError:
-        tokens = tokenizer.encode(text)
-    return [int(token) for token in tokens]
-
-
-def best_spans(
-    places: Sequence[tuple[int, float]], count: int, width: int, order: str
-) -> list[tuple[int, int, float]]:
-    """Of all runs of so many neighbouring places those with the best sums, none overlapping.
-
-    Args:
-        places: Each place with its score; those that are not there have none.
-        count: At most so many.
-        width: Places of a run; fewer where all are.
-        order: "largest", "smallest" or "absolute".
-
-    Returns:
-        First and last place, and the sum.
-    """
-    if not places:
-        return []
-    low, high = min(place for place, _ in places), max(place for place, _ in places)
-    scores = np.zeros(high - low + 1)
-    for place, score in places:
-        scores[place - low] += score
-    width = min(width, len(scores))
-    sums = np.convolve(scores, np.ones(width), "valid")
-    merits = {"largest": sums, "smallest": -sums, "absolute": np.abs(sums)}[order].copy()
-    found: list[tuple[int, int, float]] = []
-    while len(found) < count and merits.max() > (-np.inf if order == "absolute" else 0):
-        first = int(merits.argmax())
-        found.append((low + first, low + first + width - 1, float(sums[first])))
-        merits[max(0, first - width + 1) : first + width] = -np.inf
-    return found
+        if tokens is None:
+            return None
+        return decoded(self.tokenizer, tokens[max(0, first) : max(0, last + 2)])
 
 
 def _target_of(name: str, completion: list[int]) -> Any:
@@ -277,11 +262,7 @@ def _target_of(name: str, completion: list[int]) -> Any:
                 field="model",
             )
         if max(completion) >= logits.shape[2]:
-            raise InvalidArgumentError(
-                f"token {max(completion)} is beyond the model's vocabulary of {logits.shape[2]}; "
-                "is the tokenizer the model's own?",
-                field="tokenizer",
-            )
+            raise beyond_vocabulary(max(completion), logits.shape[2])
         said = logits[0, -len(completion) - 1 : -1]
         tokens = torch.tensor(completion, device=said.device)[:, None]
         mine = said.gather(1, tokens)[:, 0]
