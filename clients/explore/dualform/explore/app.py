@@ -51,7 +51,7 @@ def run(
         Exit status: 0.
 
     Raises:
-        InvalidArgumentError: Another host, or a port that is taken.
+        InvalidArgumentError: Another host, no port, or one that is taken.
     """
     bound = _bound(host, port)
     address = f"http://{f'[{host}]' if ':' in host else host}:{bound.getsockname()[1]}"
@@ -132,6 +132,10 @@ def _bound(host: str, port: int) -> socket.socket:
             f"host={host!r}: the page asks nobody who they are, so it is on this machine alone: "
             "127.0.0.1; from another machine, ssh -L 8080:127.0.0.1:8080 leads there",
             field="host",
+        )
+    if not 0 <= port <= 65535:
+        raise InvalidArgumentError(
+            f"port={port} is none; 1 to 65535 are, and 0 is for any that is free", field="port"
         )
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:

@@ -191,6 +191,8 @@ def load_model(spec: str) -> Model:
         return Model(given[0], given[1], spec=spec)
     if isinstance(given, tuple) and len(given) in (2, 3) and _length(given[1]):
         model, inputs, *labels = given
+        if labels:
+            _check_labels(spec, inputs, labels[0])
         return Model(model, None, inputs, labels[0] if labels else None, spec)
     raise InvalidArgumentError(
         f"{spec} returned {type(given).__name__}; (model, prepare) is needed, where prepare makes "
@@ -198,6 +200,23 @@ def load_model(spec: str) -> Model:
         "inputs, labels)",
         field="model",
     )
+
+
+def _check_labels(spec: str, inputs: Any, labels: Any) -> None:
+    """Refuse labels that are not one for each input; None is for none."""
+    if labels is None:
+        return
+    try:
+        count = len(labels)
+    except TypeError:  # a number, or a tensor of one
+        count = None
+    if count != _length(inputs):
+        given = type(labels).__name__ if count is None else f"{count:,}"
+        raise InvalidArgumentError(
+            f"{spec} returned {_length(inputs):,} inputs, and for labels {given}; one label for "
+            "each input is needed, or (model, inputs) without labels",
+            field="model",
+        )
 
 
 @contextmanager
