@@ -234,3 +234,52 @@ def test_a_terminal_gets_a_bar(recording: Path, tmp_path: Path) -> None:
     assert process.communicate(timeout=120)
     assert process.returncode == 0
     assert b"\rbuilding: 100%" in shown
+
+
+def test_following_refuses_what_is_no_recording_and_no_folder_of_its_own(
+    recording: Path, tmp_path: Path
+) -> None:
+    """At once: nothing of it becomes right by waiting."""
+    index, file, run = tmp_path / "index", tmp_path / "file", tmp_path / "run"
+    assert dualform("index", "build", recording, index).status == 0
+    file.write_text("words")
+    shutil.copytree(recording, run)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").write_text("words")
+    ranks = tmp_path / "ranks"
+    shutil.copytree(index, ranks / "rank-0")
+    before = sorted(tmp_path.rglob("*"))
+    for source, target, said in (
+        (index, "f", f"{index} is an index; --follow takes what a Recorder writes"),
+        (file, "f", f"{file} is a file; --follow takes"),
+        (tmp_path / "other", "f", "other is no recording, and has other things in it"),
+        (ranks, "f", "rank-0 is an index; --follow takes"),
+        (run, "run", f"{run} is {run}, the recording that is followed"),
+        (run, "run/sub", f"{run / 'sub'} lies in {run}, the recording that is followed"),
+        (tmp_path / "later", "later/sub", "lies in"),
+        (run, "file", f"{file} is a file; versions are published into a folder"),
+        (run, "index", f"{index} is an index; versions are published into a folder"),
+    ):
+        done = dualform("index", "build", "--follow", source, tmp_path / target)
+        assert (done.status, done.out) == (2, ""), (source, target)
+        assert said in done.err
+        assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_folder_of_versions_is_verified_and_inspected_by_its_newest(
+    recording: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "versions"
+    done = dualform("index", "build", "--follow", "--every", "0.1", recording, folder)
+    assert done.status in (0, 130), done.err
+    (version,) = folder.glob("0*")
+    assert f"{version}: 10 steps" in done.out
+    shown = dualform("index", "inspect", folder, "--json")
+    assert shown.status == 0, shown.err
+    assert json.loads(shown.out) == json.loads(dualform("index", "inspect", version, "--json").out)
+    checked, expected = (dualform("index", "verify", each) for each in (folder, version))
+    assert (checked.status, checked.out) == (expected.status, expected.out)
+    assert str(version) in checked.out
+    followed = dualform("index", "build", "--follow", folder, tmp_path / "f")
+    assert followed.status == 2
+    assert f"{folder} is a folder of an index's versions" in followed.err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import errno
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from dualform.index.plan import Options
 from dualform.record import DiskSink, Recorder
 from dualform.store import ExistsError, NoSpaceError
 from dualform.store.recording_ranks import open_recordings
-from dualform.store.versions import versions
+from dualform.store.versions import newest, versions
 
 SHARD = 100
 ROWS = 32
@@ -36,13 +37,18 @@ class Training:
         path: Of the recording.
         make: Makes the optimizer.
         seed: Of the first weights.
+        data: The seed of what it is trained on.
     """
 
     def __init__(
-        self, path: Path, make: Callable[[Any], torch.optim.Optimizer], seed: int = 0
+        self,
+        path: Path,
+        make: Callable[[Any], torch.optim.Optimizer],
+        seed: int = 0,
+        data: int = 1,
     ) -> None:
         self._path = path
-        self._random = torch.Generator().manual_seed(1)
+        self._random = torch.Generator().manual_seed(data)
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             self.model = nn.Sequential(
@@ -58,7 +64,11 @@ class Training:
         self._sink = DiskSink(self._path)
         self._recorder = Recorder(self.model, self.optimizer, self._sink, resume_at_step=step)
 
-    def train(self, steps: int, **columns: Any) -> None:
+    def state(self) -> tuple[Any, Any]:
+        """Weights and the optimizer's state, as a checkpoint has them."""
+        return copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
+
+    def train(self, steps: int, commit: bool = True, **columns: Any) -> None:
         """Take steps and commit them."""
         for _ in range(steps):
             ids = torch.randint(0, 40, (ROWS,), generator=self._random)
@@ -69,7 +79,8 @@ class Training:
             self.optimizer.step()
             self.steps += 1
         self._recorder.add_examples([self.steps], [f"after {self.steps}"])
-        self._sink.commit()
+        if commit:
+            self._sink.commit()
 
     def close(self) -> None:
         self._recorder.close()
@@ -248,6 +259,13 @@ def test_what_cannot_be_followed_is_refused(tmp_path: Path) -> None:
     build_index(tmp_path / "run", tmp_path / "index")
     with pytest.raises(ExistsError, match="is an index; versions are published into a folder"):
         Follower(tmp_path / "index", Options())
+    with pytest.raises(ExistsError, match="run is a recording; versions"):
+        Follower(tmp_path / "run", Options())
+    with pytest.raises(ExistsError, match=r"sub lies in .*index, which is an index"):
+        Follower(tmp_path / "index" / "sub", Options())
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ExistsError, match="file is a file; versions"):
+        Follower(tmp_path / "file", Options())
     with pytest.raises(BuildError, match="keep is 0"):
         Follower(tmp_path / "versions", Options(), keep=0)
     with Follower(tmp_path / "versions", Options()) as follower:
@@ -257,6 +275,92 @@ def test_what_cannot_be_followed_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ExistsError, match="of another recording"):
             published(follower, tmp_path / "other")
         assert len(versions(tmp_path / "versions")) == 1
+
+
+def test_another_recording_with_the_same_first_weights_is_refused(tmp_path: Path) -> None:
+    """And one that was taken back into its first segment, or to step 0, is not another."""
+    folder, options = tmp_path / "versions", Options(shard_rows=SHARD)
+    training = Training(tmp_path / "run", momentum)
+    states = {0: training.state()}
+    training.train(2, commit=False)
+    states[2] = training.state()
+    training.train(2)
+    with Follower(folder, options) as follower:
+        assert published(follower, tmp_path / "run") is not None
+    training.close()
+    other = Training(tmp_path / "other", momentum, data=2)
+    slower = Training(
+        tmp_path / "slower", lambda p: torch.optim.SGD(p, lr=0.04, momentum=0.9, weight_decay=1e-3)
+    )
+    for each in (other, slower):
+        each.train(6)
+        each.close()
+    before = files(folder)
+    with Follower(folder, options) as follower:
+        for name in ("other", "slower"):
+            with pytest.raises(ExistsError, match=r"another recording.* took another first step"):
+                published(follower, tmp_path / name)
+        assert files(folder) == before
+
+        for step in (2, 0):
+            weights, state = states[step]
+            training.model.load_state_dict(weights)
+            training.optimizer.load_state_dict(state)
+            training.images = torch.rand((40, 300), generator=training._random)  # others
+            training.resume(step)
+            training.train(5)
+            training.close()
+            found = published(follower, tmp_path / "run")
+            assert found is not None
+            assert found.steps == step + 5
+
+
+def test_what_somebody_else_put_there_stays(tmp_path: Path) -> None:
+    """Whatever it is called, and neither counted nor numbered with."""
+    training = Training(tmp_path / "run", plain)
+    training.train(2)
+    mine = tmp_path / "mine"
+    build_index(tmp_path / "run", mine)
+    options = Options(shard_rows=SHARD)
+
+    for number, names in enumerate((("0.01", "0.1"), ("000001-step-2",), (".next",))):
+        folder = tmp_path / f"full-{number}"
+        for name in names:
+            shutil.copytree(mine, folder / name)
+        before = files(folder)
+        with pytest.raises(ExistsError, match=r"which --follow did not publish.*of their own"):
+            Follower(folder, options)
+        assert files(folder) == before
+
+    folder = tmp_path / "versions"
+    with Follower(folder, options, keep=1) as follower:
+        first = published(follower, tmp_path / "run")
+        assert first is not None
+        others = ("0.1", "mine", "zzz", "999999-step-9", "000002-step-3", ".old-mine")
+        for name in others:
+            shutil.copytree(mine, folder / name)
+        before = {name: files(folder / name) for name in others}
+        training.train(1)
+        second = published(follower, tmp_path / "run")
+        assert second is not None
+        assert second.path.name == "000003-step-3"  # 000002-step-3 is somebody else's
+        assert versions(folder) == [second.path]
+        assert newest(folder) == second.path
+        with Client.local(folder) as client:
+            assert client.index().steps == 3
+    # An index of the user's own under the name of a version that was published.
+    shutil.rmtree(second.path)
+    shutil.copytree(mine, second.path)
+    training.train(1)
+    training.close()
+    with Follower(folder, options, keep=1) as follower:
+        third = published(follower, tmp_path / "run")
+    assert third is not None
+    assert third.complete
+    assert newest(folder) == third.path
+    before[second.path.name] = files(mine)
+    assert {name: files(folder / name) for name in before} == before
+    assert verify_index(third.path).ok
 
 
 def test_a_round_that_fails_leaves_the_last_version(

@@ -25,13 +25,20 @@ from dualform.index.build import no_space_told
 from dualform.index.equal_keys import EqualKeysWriter, KnownKeys
 from dualform.index.errors import BuildError
 from dualform.index.finish import MadeLayer, Share, Summed, finish, make_directories
-from dualform.index.lineage import Chains, Mark, begins_with, chains_of, mark_of
+from dualform.index.lineage import (
+    Chains,
+    Mark,
+    begins_with,
+    chains_of,
+    mark_of,
+    origin_of,
+    why_another,
+)
 from dualform.index.pieces import Piece, PieceStore, make_piece, share_file
 from dualform.index.plan import Options, Plan
 from dualform.index.row_sum import FollowedSum, RowSums
 from dualform.store.errors import BusyError, ExistsError, StoreError
 from dualform.store.files import FileEntry, check_seal, digest, read_json, write_sealed
-from dualform.store.files import sync_directory as sync
 from dualform.store.index import IndexManifest, first_dtype
 from dualform.store.index_parts import (
     EqualKeys,
@@ -40,9 +47,16 @@ from dualform.store.index_parts import (
 )
 from dualform.store.lock import WriterLock
 from dualform.store.recording import Recording
-from dualform.store.versions import FOLLOWED, MANIFEST, make_newest, remove_old, versions
+from dualform.store.versions import (
+    FOLLOWED,
+    NEXT,
+    check_target,
+    next_name,
+    publish_version,
+    published,
+    remove_old,
+)
 
-_NEXT = ".next"
 _NOTE = "published.json"
 _REMEDY = "remove it: what it says is found again"
 _GROWN = 2
@@ -98,7 +112,7 @@ class Follower:
         keep: How many of the newest versions stay, at least; others go once nobody uses them.
 
     Raises:
-        ExistsError: An index lies there, or another process publishes there.
+        ExistsError: Something else lies there (`check_target`), or another process publishes there.
         BuildError: An option can't be.
     """
 
@@ -107,11 +121,7 @@ class Follower:
         if keep < 1:
             raise BuildError(f"keep is {keep}; it must be at least 1")
         self.target, self._options, self._keep = target.absolute(), options, keep
-        if (self.target / MANIFEST).exists():
-            raise ExistsError(
-                f"{target} is an index; versions are published into a folder of their own: choose "
-                "another path"
-            )
+        check_target(self.target)
         self.target.parent.mkdir(parents=True, exist_ok=True)
         try:
             self._lock = WriterLock(self.target)
@@ -154,11 +164,12 @@ class Follower:
             return None
         chains = chains_of(source)
         note = self._note()
-        begins = [part.segments[0].initial.xxh3 for part in source.recordings]
-        if note is not None and note["begins"] != begins:
+        origin = origin_of(source)
+        another = "" if note is None else why_another(origin, note["origin"])
+        if another:
             raise ExistsError(
-                f"{self.target} has versions of an index of another recording, which began with "
-                "other weights; choose another folder, or remove it"
+                f"{self.target} has versions of an index of another recording, {another}; choose "
+                "another folder, or remove it"
             )
         now: dict[str, Any] = {"at": mark_of(chains), "complete": source.complete}
         if note is not None and (note["at"], note["complete"]) == (now["at"], now["complete"]):
@@ -168,24 +179,22 @@ class Follower:
         if kind != self._kind or not begins_with(chains, self._at):
             self._running = {}
         lasts = note is not None and note["kind"] == kind and begins_with(chains, note["at"])
-        path = self.target / self._name(source)
+        path = self.target / next_name(self.target, source.steps)
         try:
             work = self._work(plan)
             share = _shared(self.target, note if lasts else None, source, work)
             with threadpool_limits(1, user_api="blas"), no_space_told(self.target, plan):
                 done = _Round(plan, chains, self._store, self._running, work, progress)
                 done.run(share)
-                make_newest(work, self.target)
-                work.rename(path)
-                sync(self.target)
+                publish_version(work, path)
                 examples = _examples(source)
-                said = {"begins": begins, "kind": kind, "version": path.name, "examples": examples}
+                said = {"origin": origin, "kind": kind, "version": path.name, "examples": examples}
                 write_sealed(self._store.directory / _NOTE, {**now, **said})
         except BaseException:
             self._running = {}  # half of a round may have been added
             raise
         finally:
-            shutil.rmtree(self.target / _NEXT, ignore_errors=True)
+            shutil.rmtree(self.target / NEXT, ignore_errors=True)
         self._kind, self._at = kind, now["at"]
         remove_old(self.target, self._keep)
         return Published(path, source.steps, source.complete, done.made, done.shared)
@@ -198,20 +207,15 @@ class Follower:
             check_seal(path, note, _REMEDY)
         except StoreError:
             return None
-        return note if (self.target / str(note["version"]) / MANIFEST).exists() else None
+        return note if self.target / str(note["version"]) in published(self.target) else None
 
     def _work(self, plan: Plan) -> Path:
-        work = self.target / _NEXT
+        work = self.target / NEXT
         shutil.rmtree(work, ignore_errors=True)
         self._store.prepare(plan)
         work.mkdir()
         make_directories(work, plan)
         return work
-
-    def _name(self, source: Recording) -> str:
-        numbers = [path.name.partition("-")[0] for path in versions(self.target)]
-        last = max((int(number) for number in numbers if number.isdigit()), default=0)
-        return f"{last + 1:06}-step-{source.steps}"
 
 
 class _Round:

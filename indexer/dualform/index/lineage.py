@@ -7,16 +7,23 @@ tells: each segment's is of all before it too.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from dualform.store.files import digest
+from dualform.store.files import digest, read_checked
+from dualform.store.ledger import from_parquet
 from dualform.store.recording import Recording
+from dualform.store.recording_format import MANIFEST, RERECORD, SEGMENTS
+from dualform.store.segment_table import PassRecord
 
 Chains = list[list[str]]
 """Of each rank's recording, the digest of its segments up to each."""
 
 Mark = list[list[Any]]
 """Of each rank's recording, how many segments, and the digest up to the last of them."""
+
+Origin = list[dict[str, Any]]
+"""Of each rank's recording, what stays the same whatever of it is taken back."""
 
 
 def chains_of(source: Recording) -> Chains:
@@ -42,14 +49,64 @@ def begins_with(chains: Chains, mark: Mark) -> bool:
     return inside and mark_of(chains, counts) == mark
 
 
+def origin_of(source: Recording) -> Origin:
+    """How the training began that is recorded.
+
+    A run that is resumed at an earlier step keeps at least its first, with what that step read and
+    how it moved the weights. One that is resumed at step 0 keeps the file of its manifest alone.
+    """
+    return [
+        {
+            "initial": part.segments[0].initial.xxh3,
+            "step": _first_step(part),
+            "manifest": _file(part.path / MANIFEST),
+        }
+        for part in source.recordings
+    ]
+
+
+def why_another(origin: Origin, known: Origin) -> str:
+    """In what a recording is of another training than one that is known; empty where it is of the
+    same."""
+    if len(origin) != len(known):
+        return f"which was made by {len(known)} processes, and this one by {len(origin)}"
+    pairs = list(zip(origin, known, strict=True))
+    if any(one["initial"] != other["initial"] for one, other in pairs):
+        return "which began with other weights"
+    if any(
+        one["step"] != other["step"] and one["manifest"] != other["manifest"]
+        for one, other in pairs
+    ):
+        return "which began with the same weights and took another first step"
+    return ""
+
+
+def _first_step(source: Recording) -> str:
+    """A digest of the first step's rows, and of how it moved each parameter."""
+    segment = next(segment for segment in source.segments if segment.steps)
+    first = segment.first_step
+    directory = source.path / SEGMENTS
+    ledger = from_parquet(read_checked(directory, segment.ledger, RERECORD))
+    parts = [repr(row) for row in ledger if row.step == first]
+    parts += [_of_pass(layer, record) for layer, record in segment.passes if record.step == first]
+    return digest("\n".join(parts).encode())
+
+
+def _file(path: Path) -> list[int]:
+    """Which file it is, as long as nobody writes it again."""
+    status = path.stat()
+    return [status.st_ino, status.st_mtime_ns]
+
+
+def _of_pass(layer: str, record: PassRecord) -> str:
+    values = "" if record.values is None else record.values.xxh3
+    return f"{layer} {record.step} {record.rows} {record.keys.xxh3} {values}"
+
+
 def _chain(source: Recording) -> list[str]:
     chain: list[str] = []
     for segment in source.segments:
-        of_passes = (
-            f"{layer} {record.step} {record.rows} {record.keys.xxh3}"
-            f" {'' if record.values is None else record.values.xxh3}"
-            for layer, record in segment.passes
-        )
+        of_passes = (_of_pass(layer, record) for layer, record in segment.passes)
         parts = (
             chain[-1] if chain else "",
             segment.initial.xxh3,

@@ -94,7 +94,7 @@ class RecordingWriter:
         try:
             path.mkdir(parents=True)
         except FileExistsError:
-            if not _was_never_started(path):
+            if not was_never_started(path):
                 raise ExistsError(
                     f"{path} exists, and a recording never overwrites: choose another path, remove "
                     "it first, or continue it with Recorder(..., resume_at_step=...) from a "
@@ -294,7 +294,7 @@ class RecordingWriter:
         return self._directory / segment_name(self._segments, suffix)
 
 
-def _was_never_started(path: Path) -> bool:
+def was_never_started(path: Path) -> bool:
     """Whether a start was broken off here before the manifest was whole; nothing else is there."""
     if not (path / SEGMENTS).is_dir():
         return False

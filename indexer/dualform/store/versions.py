@@ -9,17 +9,27 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 import weakref
 from contextlib import suppress
 from pathlib import Path
 
-from dualform.store.files import sync_directory
+from dualform.store.errors import ExistsError, StoreError
+from dualform.store.files import digest, read_json, sync_directory, write_atomic
+from dualform.store.index import FORMAT as INDEX
+from dualform.store.recording_format import FORMAT as RECORDING
 
 MANIFEST = "manifest.json"
 _PARTIAL = ".partial"
 FOLLOWED = ".made"
 """In a folder that versions are published into as they come, what they share."""
+NEXT = ".next"
+"""And the version that is being made."""
+_MARKS = "versions"
+"""Therein a file for each version that was published so: named as it, with its manifest's digest.
+Other indexes that somebody puts beside them are not of this training, and stay untouched."""
+_PUBLISHED = re.compile(r"([0-9]{6,})-step-[0-9]+")
 # The coarsest times that file systems keep.
 _COARSE_NS = 2_000_000_000
 
@@ -27,16 +37,104 @@ _COARSE_NS = 2_000_000_000
 def versions(folder: Path) -> list[Path]:
     """The complete versions below a folder, the newest last: the one whose manifest was written
     last, which is what is written last; of two written at the same time the later name. Where they
-    are published as they come, their names are numbered, and no clock is asked."""
-    numbered = is_followed(folder)
+    are published as they come they are numbered: no clock is asked, and what else lies there is
+    none of them."""
+    if is_followed(folder):
+        return published(folder)
     complete = [
-        (0 if numbered else child.stat().st_mtime_ns, child.parent.name, child.parent)
+        ((path / MANIFEST).stat().st_mtime_ns, path.name, path) for path in _complete(folder)
+    ]
+    return [path for _, _, path in sorted(complete)]
+
+
+def published(folder: Path) -> list[Path]:
+    """Those of them that were published as they came, the newest last."""
+    found = [(_number(path.name), path) for path in _complete(folder) if _marked(path)]
+    return [path for _, path in sorted(found)]
+
+
+def _complete(folder: Path) -> list[Path]:
+    """What has a manifest below a folder and is not being made."""
+    return [
+        child.parent
         for child in folder.glob(f"*/{MANIFEST}")
         if child.is_file()
         and not child.parent.name.startswith(".")
         and not child.parent.name.endswith(_PARTIAL)
     ]
-    return [path for _, _, path in sorted(complete)]
+
+
+def _number(name: str) -> int:
+    found = _PUBLISHED.fullmatch(name)
+    return 0 if found is None else int(found[1])
+
+
+def _mark(path: Path) -> Path:
+    return path.parent / FOLLOWED / _MARKS / path.name
+
+
+def _marked(path: Path) -> bool:
+    return _number(path.name) > 0 and _mark(path).is_file()
+
+
+def next_name(folder: Path, steps: int) -> str:
+    """What a version of so many steps is called that is published after those of a folder."""
+    number = max((_number(path.name) for path in published(folder)), default=0) + 1
+    while os.path.lexists(folder / f"{number:06}-step-{steps}"):  # somebody else's
+        number += 1
+    return f"{number:06}-step-{steps}"
+
+
+def publish_version(work: Path, path: Path) -> None:
+    """Move a whole index to where it is a version of those that are published as they come.
+
+    It is marked before it is there: killed in between, a mark stays that nothing is named as.
+    """
+    marks = _mark(path).parent
+    marks.mkdir(parents=True, exist_ok=True)
+    write_atomic(_mark(path), digest((work / MANIFEST).read_bytes()).encode())
+    make_newest(work, path.parent)
+    work.rename(path)
+    sync_directory(path.parent)
+
+
+def check_target(target: Path) -> None:
+    """Whether versions can be published into a folder, without touching what is anybody else's.
+
+    Raises:
+        ExistsError: It is a file, an index or a recording, or inside of one; or it has indexes that
+            were not published so, and none that was.
+    """
+    folder = "versions are published into a folder of their own: choose another path"
+    if os.path.lexists(target) and not target.is_dir():
+        raise ExistsError(f"{target} is a file; {folder}")
+    if (target / MANIFEST).exists():
+        what = kind_of(target) or f"something else that has a {MANIFEST}"
+        raise ExistsError(f"{target} is {what}; {folder}")
+    for place in Path(os.path.realpath(target)).parents:
+        if kind_of(place):
+            raise ExistsError(f"{target} lies in {place}, which is {kind_of(place)}; {folder}")
+    others = sorted(path.name for path in _complete(target) if not _marked(path))
+    if (target / NEXT).exists() and not (target / FOLLOWED).exists():
+        others.append(NEXT)
+    if others and not published(target):
+        more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+        raise ExistsError(
+            f"{target} has {', '.join(others[:3])}{more} in it, which --follow did not publish; "
+            f"{folder}, best one that is not there yet"
+        )
+
+
+def kind_of(path: Path) -> str:
+    """What a path is: "an index", "a recording", "a folder of an index's versions", "a file";
+    empty where it is none of these."""
+    if path.is_file():
+        return "a file"
+    if (path / MANIFEST).is_file():
+        with suppress(StoreError, OSError):
+            said = read_json(path / MANIFEST, "").get("format")
+            return {INDEX: "an index", RECORDING: "a recording"}.get(str(said), "")
+    return "a folder of an index's versions" if is_followed(path) else ""
 
 
 def make_newest(work: Path, folder: Path) -> None:
@@ -65,7 +163,7 @@ def newest(path: Path) -> Path:
 
 def is_followed(path: Path) -> bool:
     """Whether versions are published into a folder as they come."""
-    return (path / FOLLOWED).is_dir()
+    return (path / FOLLOWED / _MARKS).is_dir()
 
 
 class Use:
@@ -110,7 +208,8 @@ class Use:
 
 
 def remove_old(folder: Path, keep: int) -> list[Path]:
-    """Remove all versions but the newest, leaving those that somebody uses.
+    """Remove all versions but the newest of those that were published as they came, leaving those
+    that somebody uses. Nothing else is removed, whatever it is called.
 
     Args:
         folder: Of the versions.
@@ -120,22 +219,26 @@ def remove_old(folder: Path, keep: int) -> list[Path]:
         Those that were removed.
     """
     removed = []
-    for path in versions(folder)[: -max(1, keep)]:
+    for path in published(folder)[: -max(1, keep)]:
         try:
             fd = os.open(path / MANIFEST, os.O_RDWR | os.O_CLOEXEC)
         except OSError:
             continue
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _mark(path).read_bytes() != digest((path / MANIFEST).read_bytes()).encode():
+                continue  # something else that was put under its name
             gone = folder / f".old-{path.name}"
             os.rename(path, gone)
             removed.append(path)
+            _mark(path).unlink(missing_ok=True)
         except OSError:  # in use, or there are no locks: then it stays
             continue
         finally:
             os.close(fd)
     for rest in folder.glob(".old-*"):
-        shutil.rmtree(rest, ignore_errors=True)
+        if _number(rest.name.removeprefix(".old-")):
+            shutil.rmtree(rest, ignore_errors=True)
     if removed:
         sync_directory(folder)
     return removed

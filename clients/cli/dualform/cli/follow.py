@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dualform.cli.errors import CommandError
@@ -36,6 +39,7 @@ def run(options: argparse.Namespace) -> int:
         asked = Options(
             options.values, options.shard_rows, tuple(options.parts), options.round_keys
         )
+        _check_paths(options.recording, options.index)
         try:
             keep = KEEP if options.keep is None else options.keep
             with Follower(options.index, asked, keep) as follower:
@@ -82,6 +86,8 @@ class _Following:
                 self._say(_waits(source))
                 return source.complete
         except (NotFoundError, MissingRankError) as error:
+            for path in self._options.recording:
+                _check_waited_for(path)
             self._say(f"waiting for training to begin: {error}")
         except DamagedError:
             self._damaged += 1
@@ -105,6 +111,44 @@ class _Following:
         if text and text != self._said:
             print(text, flush=True)
         self._said = text
+
+
+def _check_paths(recordings: Sequence[Path], target: Path) -> None:
+    """Whether versions would lie in what they are made of."""
+    place = Path(os.path.realpath(target))
+    for path in recordings:
+        recording = Path(os.path.realpath(path))
+        if recording == place or recording in place.parents:
+            where = "is" if recording == place else "lies in"
+            raise CommandError(
+                f"{target} {where} {path}, the recording that is followed; versions are published "
+                "into a folder of their own: choose another path"
+            )
+
+
+def _check_waited_for(path: Path) -> None:
+    """Whether a path that is no recording may become one: it is not there, or just being made."""
+    from dualform.store.ranks import rank_folders
+    from dualform.store.recording_format import MANIFEST
+    from dualform.store.recording_writer import was_never_started
+    from dualform.store.versions import kind_of
+
+    if not path.exists():
+        return
+    what = kind_of(path)
+    if what == "a recording" or (
+        path.is_dir() and (not os.listdir(path) or was_never_started(path))
+    ):
+        return
+    ranks = rank_folders(path) if path.is_dir() else []
+    if ranks and not what and not (path / MANIFEST).exists():
+        for each in ranks:
+            _check_waited_for(each)
+        return
+    raise CommandError(
+        f"{path} is {what or 'no recording, and has other things in it'}; --follow takes what a "
+        "Recorder writes, or a path where one will"
+    )
 
 
 def _waits(source: Recording) -> str:

@@ -120,7 +120,9 @@ def add_to(commands: Any) -> None:
             if name == "verify"
             else None,
         )
-        action.add_argument("index", type=Path, metavar="INDEX")
+        action.add_argument(
+            "index", type=Path, metavar="INDEX", help="or a folder of versions: the newest is taken"
+        )
         action.add_argument("--json", action="store_true", help="print JSON")
         if name == "inspect":
             devices.add_to(action)
@@ -197,7 +199,9 @@ def _inspect(options: argparse.Namespace) -> int:
     from dualform.client import Client
     from dualform.engine import Index, unexplained_share
     from dualform.store import IndexManifest
+    from dualform.store.versions import newest
 
+    options.index = newest(options.index)
     with Client.local(options.index, device="cpu") as client:
         info = client.index()
     if info.health != "serving":
@@ -312,7 +316,9 @@ def _kept_as(layer: IndexLayer) -> str:
 def _verify(options: argparse.Namespace) -> int:
     load_engine()
     from dualform.engine import verify_index
+    from dualform.store.versions import newest
 
+    options.index = newest(options.index)
     with Progress("verifying", "rows") as progress:
         report = verify_index(options.index, progress=progress)
     if options.json:
