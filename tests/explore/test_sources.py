@@ -45,6 +45,13 @@ def test_the_page_is_on_this_machine_alone(digits: Digits) -> None:
             run(sources, host=host)
 
 
+@pytest.mark.parametrize("port", [-1, 65536, 99999, 2**70])
+def test_a_port_that_is_none(port: int) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"port={port} is none") as caught:
+        run(LocalSources({}), port=port)
+    assert caught.value.field == "port"
+
+
 def test_what_is_not_installed_is_said(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], digits: Digits
 ) -> None:

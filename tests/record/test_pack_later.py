@@ -73,7 +73,7 @@ def test_packed_in_its_place(
     held = files(path)
     assert main(["record", "pack", str(path)]) == 0  # there is no more to do
     assert files(path) == held
-    assert "(1.00)" in capsys.readouterr().out
+    assert "1.00 of before" in capsys.readouterr().out
 
 
 def test_resumed_after_it(tmp_path: Path, plain: tuple[Path, Path]) -> None:
