@@ -11,12 +11,14 @@ import pytest
 import torch
 from torch import nn
 
+from dualform.cli import follow, record
 from dualform.cli.main import main
 from dualform.record import Recorder
 from dualform.record.disk import DiskSink
 from dualform.store.lock import holder_of
 from dualform.store.ranks import Rank
 from dualform.store.recording_format import RecordingManifest
+from dualform.store.recording_ranks import open_recordings
 
 ROWS, D_IN, D_OUT = 4, 5, 3
 
@@ -166,3 +168,26 @@ def test_a_parameter_of_the_model_itself_is_named(
 def test_no_recording(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["record", "inspect", str(tmp_path)]) == 2
     assert "is not a recording" in capsys.readouterr().err
+
+
+def test_one_that_is_closed_while_it_is_looked_at_was_not_cut_off(tmp_path: Path) -> None:
+    """Read while a process writes it, and asked for its writer once that has closed it."""
+    training = Training(tmp_path / "r")
+    training.step()
+    source = open_recordings([tmp_path / "r"])
+    assert follow.waits(source) == ""
+    training.recorder.close()
+    assert holder_of(tmp_path / "r") is None
+    assert not source.complete
+    assert follow.waits(source) == ""
+    view = record.view_of(source.recordings[0])
+    assert view["complete"]
+
+
+def test_one_that_is_left_open_was_cut_off(tmp_path: Path) -> None:
+    training = Training(tmp_path / "r")
+    training.step()
+    source = open_recordings([tmp_path / "r"])
+    training.sink.release()
+    assert "was not closed: training was cut off after 1 committed steps" in follow.waits(source)
+    assert not record.view_of(source.recordings[0])["complete"]

@@ -83,7 +83,7 @@ class _Following:
                 if found is not None:
                     self._tell(found, time.monotonic() - began)
                 self._damaged = 0
-                self._say(_waits(source))
+                self._say(waits(source))
                 return source.complete
         except (NotFoundError, MissingRankError) as error:
             for path in self._options.recording:
@@ -151,17 +151,19 @@ def _check_waited_for(path: Path) -> None:
     )
 
 
-def _waits(source: Recording) -> str:
+def waits(source: Recording) -> str:
     """Why nothing more may come; empty where something may."""
     from dualform.store.lock import holder_of
 
     if source.complete:
         return ""
-    alone = [part.path for part in source.recordings if holder_of(part.path) is None]
+    alone = [part for part in source.recordings if holder_of(part.path) is None]
     if not alone:
         return "" if source.steps else "waiting for the first commit"
+    if any(type(part).open(part.path).complete for part in alone):  # closed since it was read
+        return ""
     return (
-        f"no process writes {alone[0]} and it was not closed: training was cut off after "
+        f"no process writes {alone[0].path} and it was not closed: training was cut off after "
         f"{source.steps:,} committed steps; waiting for it to be resumed (Ctrl-C ends this, and "
         "the newest version stays)"
     )

@@ -54,7 +54,7 @@ def _inspect(options: argparse.Namespace) -> int:
     found = []
     for folder in ranks or [options.recording]:
         with Recording.open(folder) as recording:
-            found.append(_view(recording))
+            found.append(view_of(recording))
     if options.json:
         print_json({"ranks": found} if ranks else found[0])
         return 0
@@ -94,10 +94,13 @@ def _ranks(path: Path) -> list[Path]:
     return [] if (path / MANIFEST).exists() else list(rank_folders(path))
 
 
-def _view(recording: Recording) -> dict[str, Any]:
+def view_of(recording: Recording) -> dict[str, Any]:
     """What is committed, as JSON has it."""
     from dualform.store.lock import holder_of
 
+    writer = holder_of(recording.path)
+    if writer is None and not recording.complete:  # it may have been closed since it was read
+        recording = type(recording).open(recording.path)
     manifest = recording.manifest
     times = [
         (recording.path / "segments" / f"{segment.number:06d}.json").stat().st_mtime
@@ -109,7 +112,7 @@ def _view(recording: Recording) -> dict[str, Any]:
         "optimizer": manifest.optimizer,
         "steps": recording.steps,
         "complete": recording.complete,
-        "writer": holder_of(recording.path),
+        "writer": writer,
         "seconds_since_commit": max(0.0, time.time() - times[-1]) if times else None,
         "bytes": sum(f.stat().st_size for f in recording.path.rglob("*") if f.is_file()),
         "values": manifest.values,
