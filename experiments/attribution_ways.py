@@ -6,7 +6,6 @@ margin of the former: the logit of the right class less the logsumexp of the oth
 
 from __future__ import annotations
 
-import gzip
 import json
 import shutil
 from collections.abc import Callable, Iterable
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from mislabelled import read
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -172,16 +172,6 @@ class Study:
     def checkpoints(self, run: Path) -> list[Path]:
         """Of a run, the earliest first."""
         return sorted(run.glob("checkpoint-*.pt"))
-
-
-def read(data: Path, part: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Images, float32 [n, 784] from 0 to 1, and labels, int64 [n]."""
-    raw = data / "MNIST" / "raw"
-    with gzip.open(raw / f"{part}-images-idx3-ubyte.gz") as file:
-        pixels = np.frombuffer(file.read(), np.uint8, offset=16).reshape(-1, 784)
-    with gzip.open(raw / f"{part}-labels-idx1-ubyte.gz") as file:
-        labels = np.frombuffer(file.read(), np.uint8, offset=8)
-    return torch.from_numpy(pixels / np.float32(255)), torch.from_numpy(labels.astype(np.int64))
 
 
 @dataclass(frozen=True)
