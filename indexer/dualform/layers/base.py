@@ -141,7 +141,10 @@ class LayerKind(ABC):
 
     def host_forward(self) -> Forward:
         """The host's forward, calling the layer's module; of a kind that has a host."""
-        raise NotImplementedError(f"{type(self).__name__} sets a host and has no forward for it")
+        raise NotImplementedError(
+            f"{type(self).__name__}: a kind whose layers have a host overrides host_forward, "
+            "which calls the layer's module; one without a host is never asked for it"
+        )
 
 
 class ProductKind(LayerKind):
