@@ -11,8 +11,13 @@ import torch
 from client.memory import LR, Memory
 
 from dualform.cli.attribute import loaded
-from dualform.cli.errors import CommandError
-from dualform.client import AttributionResult, Client, Coverage, InvalidArgumentError
+from dualform.client import (
+    AttributionResult,
+    Client,
+    Coverage,
+    DualformError,
+    InvalidArgumentError,
+)
 from dualform.plot import attribute, style
 
 from .conftest import dualform
@@ -115,7 +120,7 @@ def test_query_and_plot(memory: Memory, server: str, file: Path, tmp_path: Path)
     ],
 )
 def test_a_file_that_gives_no_model(file: Path, spec: str, says: str) -> None:
-    with pytest.raises(CommandError, match=says):
+    with pytest.raises(DualformError, match=says):
         loaded(f"{file.parent / spec}")
 
 

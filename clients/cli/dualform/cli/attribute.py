@@ -6,8 +6,6 @@ The model comes from the user's own file: a function that gives it, with the inp
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -193,34 +191,12 @@ def loaded(spec: str) -> tuple[Any, Any, Any]:
     """Model, inputs and labels (None without) from "FILE.py:FUNCTION".
 
     Raises:
-        CommandError: No such file or function, or it fails, or gives something else.
+        InvalidArgumentError: No such file or function, or it fails.
+        CommandError: It gives something else.
     """
-    file, colon, name = spec.rpartition(":")
-    path = Path(file)
-    if not colon or path.suffix != ".py" or not name.isidentifier():
-        raise CommandError(
-            f"{spec!r} is no FILE.py:FUNCTION, such as train.py:trained; the function returns "
-            "(model, inputs)"
-        )
-    if not path.is_file():
-        raise CommandError(f"{path} is not there")
-    found = importlib.util.spec_from_file_location(path.stem, path)
-    assert found is not None
-    assert found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    sys.path.insert(0, str(path.parent.resolve()))  # as if it were run
-    try:
-        found.loader.exec_module(module)
-        function = getattr(module, name, None)
-        if not callable(function):
-            raise CommandError(f"{path} has no function {name!r}")
-        given = function()
-    except CommandError:
-        raise
-    except (Exception, SystemExit) as error:  # a script may end itself
-        raise CommandError(f"{spec} failed: {type(error).__name__}: {error}") from error
-    finally:
-        sys.path.remove(str(path.parent.resolve()))
+    from dualform.client.model_file import call_function
+
+    given = call_function(spec, gives="(model, inputs)")
     if not isinstance(given, tuple) or len(given) not in (2, 3):
         raise CommandError(
             f"{spec} returned {type(given).__name__}; (model, inputs) is needed, or "

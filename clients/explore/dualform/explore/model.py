@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,6 +19,7 @@ from dualform.client import (
     capture_queries,
     dual_form,
 )
+from dualform.client.model_file import call_function
 from dualform.explore.keys import plain
 
 Payload = bytes | str
@@ -162,31 +160,7 @@ def load_model(spec: str) -> Model:
     Raises:
         InvalidArgumentError: No such file or function, or it fails, or returns something else.
     """
-    file, _, name = spec.rpartition(":")
-    path = Path(file)
-    if path.suffix != ".py" or not name.isidentifier():
-        raise InvalidArgumentError(
-            f"{spec!r} is no FILE.py:FUNCTION; the function returns (model, prepare) or (model, "
-            "inputs)",
-            field="model",
-        )
-    if not path.is_file():
-        raise InvalidArgumentError(f"{path} is not there", field="model")
-    found = importlib.util.spec_from_file_location(path.stem, path)
-    assert found is not None
-    assert found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    folder = str(path.parent.resolve())
-    sys.path.insert(0, folder)  # as if it were run
-    try:
-        found.loader.exec_module(module)
-        given = getattr(module, name)()
-    except (Exception, SystemExit) as error:  # a script may end itself
-        raise InvalidArgumentError(
-            f"{spec} failed: {type(error).__name__}: {error}", field="model"
-        ) from error
-    finally:
-        sys.path.remove(folder)
+    given = call_function(spec, gives="(model, prepare) or (model, inputs)")
     if isinstance(given, tuple) and len(given) == 2 and callable(given[1]):
         return Model(given[0], given[1], spec=spec)
     if isinstance(given, tuple) and len(given) in (2, 3) and _length(given[1]):
