@@ -355,6 +355,9 @@ def test_the_whole_network_is_asked(page: Page, address: str, digits: Digits) ->
     cards = page.locator(".cards.layers li")
     expect(cards).to_have_count(3)
     expect(cards.first).to_contain_text("layer 0")
+    classes = values(page, ".parts.layers", 3)  # "layer 2", behind the classes, all, and layer 0
+    assert len(classes) == 13
+    assert classes[-1] == f"{float(logits.max()):,.4g}"
     best = cards.first.locator("b").first.inner_text()
     with shown(page):
         cards.first.get_by_role("link", name="the output without example").click()

@@ -15,7 +15,7 @@ import pytest
 
 from dualform.client import AsyncClient
 from dualform.explore import LocalSources, View, load_model
-from dualform.explore.answers import Attributed, Groups, Network, Query, Refused
+from dualform.explore.answers import Attributed, Groups, LogitParts, Network, Query, Refused
 from dualform.explore.asking import Asker
 from dualform.explore.lines import QUERY_FILE, Whole, lines_of
 from dualform.explore.network import network_of
@@ -101,12 +101,14 @@ def test_the_whole_network_is_asked_alike(
         assert source.opens is not None
         asked.append(query)
         asker = Asker(client, None, info, layer, view, lambda _: None)
-        return await network_of(asker, model, source.opens, query.inputs, query.token)
+        return await network_of(asker, model, source.opens, query, "label")
 
-    found = wait(steps()).attributed
+    network = wait(steps())
+    found, classes = network.attributed, network.classes
     assert isinstance(found, Attributed)
+    assert isinstance(classes, LogitParts)
     np.save(tmp_path / QUERY_FILE, asked[0].vector)
-    whole = Whole(model, asked[0].made, "margin", found.token)
+    whole = Whole(model, asked[0].made, "margin", found.token, "label", classes.unit)
     lines = lines_of(source, view, None, "", whole)
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", lines.python],
@@ -116,18 +118,27 @@ def test_the_whole_network_is_asked_alike(
         env={**os.environ, "COLUMNS": "200"},
     )
     assert done.returncode == 0, done.stderr
-    table = done.stdout.rstrip().splitlines()[-3:]
-    for line, each in zip(table, found.found, strict=True):
-        words = line.split()  # its number, query, rank, group, score
+    # Its number, query, rank, group, score: of 3 examples; then, below a head, of 9 classes.
+    table = [line.split() for line in done.stdout.rstrip().splitlines()[-13:]]
+    for words, each in zip(table[:3], found.found, strict=True):
         assert words[3] == str(each.example)
         assert float(words[4]) == pytest.approx(each.score, rel=1e-5)
+    of_classes = dict(zip(classes.names, classes.values.sum(axis=1), strict=True))
+    said = {int(words[3]): float(words[4]) for words in table[4:]}
+    assert said == pytest.approx(of_classes, rel=1e-5)
     commands = [line for line in lines.commands.splitlines() if "attribute" in line]
-    assert len(commands) == (function == "own")
+    assert len(commands) == 2 * (function == "own")
     if commands:
-        words = shlex.split(commands[0])
         program = Path(sys.executable).with_name("dualform")
-        done = subprocess.run(
-            [program, *words[1:], "--json"], cwd=tmp_path, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-        assert json.loads(done.stdout)["groups"][7] == [each.example for each in found.found]
+        for command, names in zip(
+            commands, ([each.example for each in found.found], classes.names), strict=True
+        ):
+            words = shlex.split(command)
+            done = subprocess.run(
+                [program, *words[1:], "--json"], cwd=tmp_path, capture_output=True, text=True
+            )
+            assert done.returncode == 0, done.stderr
+            data = json.loads(done.stdout)
+            there = zip(data["groups"][7], data["counts"][7], strict=True)
+            groups = [group for group, count in there if count]
+            assert (sorted(groups) if "label" in words else groups) == names

@@ -13,13 +13,15 @@ import torch
 
 from dualform.client import AsyncClient, Client, InvalidArgumentError, NotFoundError
 from dualform.explore import Model, View, load_model
-from dualform.explore.answers import Attributed, Network, Output, Refused
-from dualform.explore.asking import Asker
+from dualform.explore.answers import Attributed, LogitParts, Network, Output, Refused
+from dualform.explore.asking import GROUPS_SHOWN, Asker
 from dualform.explore.curve import _curve, curves_of
+from dualform.explore.markup import number
 from dualform.explore.network import network_of
 from dualform.explore.prediction import network as drawn
 from dualform.explore.queries import Uploads, query_of
 from dualform.explore.scene import Scene, names_for, read_names, unused
+from dualform.explore.tables import logit_parts
 
 from .memory import STEPS, Digits, kept, write_model
 
@@ -34,7 +36,7 @@ def brought(digits: Digits, tmp_path_factory: pytest.TempPathFactory) -> Model:
     return load_model(write_model(digits, tmp_path_factory.mktemp("model"), "own"))
 
 
-def ask(digits: Digits, client: AsyncClient, view: View, model: Model) -> Network:
+def ask(digits: Digits, client: AsyncClient, view: View, model: Model, column: str = "") -> Network:
     async def steps() -> Network:
         info = await client.index()
         layer = info.layers[view.layer]
@@ -42,7 +44,7 @@ def ask(digits: Digits, client: AsyncClient, view: View, model: Model) -> Networ
         assert query is not None
         asker = Asker(client, None, info, layer, view, lambda _: None)
         opens = lambda: Client.local(digits.path)  # noqa: E731
-        return await network_of(asker, model, opens, query.inputs, query.token)
+        return await network_of(asker, model, opens, query, column)
 
     return asyncio.run(steps())
 
@@ -103,6 +105,88 @@ def test_the_examples_behind_it_are_those_of_attribute(
     assert found.value == pytest.approx(float(value), rel=1e-4)
     html = drawn(Network(Refused("x"), found), Scene(view, "1", ["a"] * 10, "2", True))
     assert ("the margin of unit" in html) == (unit is None)
+
+
+@pytest.mark.parametrize("column", ["label", "example"])
+@pytest.mark.parametrize("unit", [None, 4])
+def test_the_classes_are_parts_of_the_logit(
+    client: AsyncClient, digits: Digits, brought: Model, unit: int | None, column: str
+) -> None:
+    """Each layer's parts, times torch's gradient of the logit at the layer's output."""
+    view = View(layer="2", input=7, unit=unit)
+    found = ask(digits, client, view, brought, column).classes
+    assert isinstance(found, LogitParts)
+    x = digits.images[7:8]
+    hidden = digits.model[0](x).detach().requires_grad_()
+    logits = digits.model[2](hidden.relu())[0]
+    meant = int(logits.argmax()) if unit is None else unit
+    (gradient,) = torch.autograd.grad(logits[meant], hidden)
+    along = {"0": gradient[0].numpy(), "2": np.eye(10)[meant]}
+    logit = logits[meant].item()
+    assert (found.unit, found.layers) == (meant, ("0", "2"))
+    assert found.value == pytest.approx(logit, rel=1e-6)
+    seen = {"0": x.numpy(), "2": hidden.relu().detach().numpy()}
+    with Client.local(digits.path) as other:
+        for at, name in enumerate(found.layers):
+            parts = other.dual_output(name, seen[name], group_by=column)
+            assert parts.groups is not None
+            of_groups = dict(zip(parts.groups, parts.values[0] @ along[name], strict=True))
+            expected = [of_groups.pop(each) for each in found.names]
+            assert found.values[:, at] == pytest.approx(expected, abs=1e-4)
+            assert (found.others is None) == (not of_groups)
+            if found.others is not None:
+                assert found.others[at] == pytest.approx(sum(of_groups.values()), abs=1e-4)
+    assert found.names == sorted(found.names)
+    assert len(found.names) == (10 if column == "label" else GROUPS_SHOWN)
+    whole = found.values.sum(axis=0) + found.initial + found.residual
+    whole += 0 if found.others is None else found.others
+    assert whole[1] == pytest.approx(logit, rel=1e-5)
+    with torch.no_grad():
+        assert whole[0] == pytest.approx(float((gradient * digits.model[0](x)).sum()), rel=1e-4)
+    html = drawn(Network(Refused("x"), None, found), Scene(view, "1", ["a"] * 10, "2", True))
+    rows = re.findall(r"<tr><th scope=.row.>(.*?)</th>(.*?)</tr>", html)
+    assert len(rows) == len(found.names) + (3 if found.others is None else 4)
+    assert rows[-1][0] == "together"
+    said = re.findall(r">([^<>]+)</span>", rows[-1][1])
+    assert said == [number(value) for value in (whole.sum(), *whole)]
+    assert f"The logit is {number(logit)}" in html
+
+
+def test_of_many_layers_the_largest_are_shown() -> None:
+    values = np.arange(18.0).reshape(2, 9) - 4
+    none = np.zeros(9)
+    found = LogitParts("label", 0, 1.0, tuple("abcdefghi"), [3, None], values, none, none, none, 0)
+    rows = re.findall("<tr>.*?</tr>", logit_parts(found, Scene(View())))
+    for row, line in zip(rows[1:], values, strict=False):
+        cells = [
+            float(cell.replace("\N{MINUS SIGN}", "-")) for cell in re.findall(r">(\S+)</s", row)
+        ]
+        assert len(cells) == 8
+        assert cells[0] == sum(cells[1:]) == line.sum()
+    assert "3 other layers" in rows[0]
+    assert "every other label" in rows[3]
+
+
+def test_what_is_known_is_shown_before_the_rest(
+    client: AsyncClient, digits: Digits, brought: Model
+) -> None:
+    shown: list[Network] = []
+
+    async def steps() -> Network:
+        info = await client.index()
+        view = View(layer="2", input=7, k=2)
+        query = await query_of(client, None, info, info.layers["2"], view, Uploads(brought))
+        assert query is not None
+        asker = Asker(client, None, info, info.layers["2"], view, lambda _: None)
+        opens = lambda: Client.local(digits.path)  # noqa: E731
+        return await network_of(asker, brought, opens, query, "label", shown.append)
+
+    whole = asyncio.run(steps())
+    assert [each.attributed is None for each in shown] == [True, False]
+    assert all(each.output == whole.output for each in shown)
+    scene = Scene(View(), "1", (), "2", True)
+    titles = [drawn(each, scene).count("<h2>") for each in (*shown, whole)]
+    assert titles == [1, 2, 3]
 
 
 def test_what_the_model_can_not_be_asked_is_said(

@@ -245,9 +245,49 @@ class Attributed:
     unrecorded: float
 
 
+@dataclass(frozen=True, eq=False)
+class LogitParts:
+    """A logit in parts: by class, and by layer.
+
+    A layer's column is its output times the logit's gradient there, so that the column of the layer
+    that gives the logits adds up to the logit; of those before it that is what they did to it, to
+    first order.
+
+    Attributes:
+        column: Whose values the classes are.
+        unit: Whose logit.
+        value: The logit.
+        layers: Their names.
+        names: Of the classes, in the column's order; of very many those with the largest sums.
+        values: float64 [classes, layers], what their rows added.
+        others: float64 [layers], what the rows of all other classes did; None where there are none.
+        initial: float64 [layers], what the initial weights left.
+        residual: float64 [layers], what neither explains.
+        unrecorded: The gradient times the parameters that are in none of the layers.
+    """
+
+    column: str
+    unit: int
+    value: float
+    layers: tuple[str, ...]
+    names: list[Any]
+    values: npt.NDArray[np.float64]
+    others: npt.NDArray[np.float64] | None
+    initial: npt.NDArray[np.float64]
+    residual: npt.NDArray[np.float64]
+    unrecorded: float
+
+
 @dataclass(frozen=True)
 class Network:
-    """What the user's model says: its output, and the examples behind it."""
+    """What the user's model says: its output, the examples behind it, and the classes.
+
+    Attributes:
+        output: Its logits.
+        attributed: The examples; None while they are not known.
+        classes: The logit by class; None where training named no classes, or while it is not known.
+    """
 
     output: Part[Output]
-    attributed: Part[Attributed]
+    attributed: Part[Attributed] | None
+    classes: Part[LogitParts] | None = None

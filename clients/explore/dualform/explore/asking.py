@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -166,6 +166,14 @@ def class_columns(layer: LayerInfo) -> list[str]:
     ]
 
 
+def in_order(names: Sequence[Any]) -> list[int]:
+    """The places of a column's values in their order, that of rows without one last."""
+    return sorted(
+        range(len(names)),
+        key=lambda place: (names[place] is None, 0 if names[place] is None else names[place]),
+    )
+
+
 async def _output(
     asker: Asker, layer: str, query: Any, whole: DualOutputResult | Refused
 ) -> Output:
@@ -229,8 +237,8 @@ async def _groups(asker: Asker, query: Query, column: str, unit: int | None) -> 
             at_step=asker.view.step,
             max_residual=asker.view.residual,
         )
-    names = list(added or weights)[:GROUPS_SHOWN]
-    names.sort(key=lambda name: (name is None, 0 if name is None else name))
+    best = list(added or weights)[:GROUPS_SHOWN]
+    names = [best[place] for place in in_order(best)]
     found = [
         Group(
             name,

@@ -6,6 +6,7 @@ import shlex
 from dataclasses import dataclass
 from typing import Any
 
+from dualform.explore.asking import GROUPS_SHOWN
 from dualform.explore.model import Model
 from dualform.explore.sources import Source
 from dualform.explore.view import View
@@ -35,12 +36,25 @@ class Whole:
         made: What makes its input, in Python.
         target: As for `Client.attribute`.
         token: Likewise.
+        column: Of the classes that were asked for too; "" where none were.
+        unit: Whose logit they are parts of.
     """
 
     model: Model
     made: str
     target: int | str
     token: int | None
+    column: str = ""
+    unit: int = 0
+
+    @property
+    def asked(self) -> list[dict[str, Any]]:
+        """What each question was told: of the examples, and of the classes."""
+        some: list[dict[str, Any]] = [{"target": self.target, "token": self.token}]
+        if self.column:
+            some.append({"target": self.unit, "token": self.token, "by": self.column})
+            some[-1] |= {"k": GROUPS_SHOWN, "order": "absolute"}
+        return some
 
 
 def lines_of(
@@ -86,27 +100,39 @@ def lines_of(
 def _attributed(source: Source, view: View, whole: Whole) -> str:
     file, _, function = whole.model.spec.rpartition(":")
     made = "prepare" if whole.model.prepare is not None else "inputs, *_"
-    given: dict[str, Any] = {"target": whole.target, "token": whole.token, "k": view.k}
-    given |= {"where": view.where, "max_residual": view.residual, "index": source.index}
-    told = "".join(f", {key}={_literal(v)}" for key, v in given.items() if v is not None)
-    return (
-        "\nimport runpy\n\n"
-        f"model, {made} = runpy.run_path({_literal(file)})[{_literal(function)}]()\n"
-        f"print(client.attribute(model, {whole.made}{told}).to_pandas())\n"
-    )
+    beside = {"where": view.where, "max_residual": view.residual, "index": source.index}
+    lines = [
+        "\nimport runpy\n",
+        f"model, {made} = runpy.run_path({_literal(file)})[{_literal(function)}]()",
+    ]
+    for asked in whole.asked:
+        given = {"k": view.k, **asked, **beside}
+        told = "".join(f", {key}={_literal(v)}" for key, v in given.items() if v is not None)
+        lines.append(f"print(client.attribute(model, {whole.made}{told}).to_pandas())")
+    return "\n".join(lines) + "\n"
 
 
 def _attribute(source: Source, view: View, whole: Whole) -> str:
     """The command takes the function's own inputs, all of them, and asks about their labels."""
-    labelled = whole.model.labels is not None and whole.target == "margin"
-    if whole.model.prepare is not None or labelled:
+    if whole.model.prepare is not None:
         return ""
-    words = ["dualform", "query", "attribute", whole.model.spec, *source.command]
-    given: dict[str, Any] = {"--target": whole.target, "--token": whole.token, "-k": view.k}
-    given |= {"--where": view.where, "--max-residual": view.residual}
-    for name, value in given.items():
-        words += [] if value is None else [name, str(value)]
-    return shlex.join(words) + "\n"
+    lines = []
+    for asked in whole.asked:
+        if whole.model.labels is not None and asked["target"] == "margin":
+            continue
+        words = ["dualform", "query", "attribute", whole.model.spec, *source.command]
+        given = {"k": view.k, **asked, "where": view.where, "max_residual": view.residual}
+        words += _options(given)
+        lines.append(shlex.join(words) + "\n")
+    return "".join(lines)
+
+
+def _options(given: dict[str, Any]) -> list[str]:
+    words = []
+    for key, value in given.items():
+        if value is not None:
+            words += ["-k" if key == "k" else f"--{key.replace('_', '-')}", str(value)]
+    return words
 
 
 def _both(view: View, more: str | None) -> str | None:
@@ -147,8 +173,5 @@ def _commands(source: Source, view: View, asked: list[tuple[str, dict[str, Any]]
         )
         words = ["dualform", "query", kind, *source.command, "--layer", view.layer]
         words += ["--query", QUERY_FILE]
-        for key, value in given.items():
-            if value is not None:
-                words += ["-k" if key == "k" else f"--{key.replace('_', '-')}", str(value)]
-        lines.append(shlex.join(words))
+        lines.append(shlex.join([*words, *_options(given)]))
     return "\n".join(lines) + "\n"

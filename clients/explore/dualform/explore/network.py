@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from dualform.explore.answers import Attributed, AttributedExample, Network, Output, Refused
-from dualform.explore.asking import UNITS_SHOWN, Asker, part
+from dualform.client import AttributionResult
+from dualform.explore.answers import (
+    Attributed,
+    AttributedExample,
+    LogitParts,
+    Network,
+    Output,
+    Query,
+    Refused,
+)
+from dualform.explore.asking import GROUPS_SHOWN, UNITS_SHOWN, Asker, in_order, part
 from dualform.explore.behind import columns_of, payloads_of
 from dualform.explore.keys import plain
 from dualform.explore.model import Logits, Model, Opens
 
 
 async def network_of(
-    asker: Asker, model: Model, opens: Opens, inputs: Any, token: int | None
+    asker: Asker,
+    model: Model,
+    opens: Opens,
+    query: Query,
+    column: str = "",
+    early: Callable[[Network], None] | None = None,
 ) -> Network:
     """The whole model about one input.
 
@@ -22,19 +38,30 @@ async def network_of(
         asker: Whose view says which rows take part, after how many steps, and how many are shown.
         model: The trained model.
         opens: A client that answers in the middle of a forward pass.
-        inputs: Of one example, as the model takes them.
-        token: Of logits [1, tokens, classes], the place that is meant; None for the last.
+        query: Its inputs are those of one example, as the model takes them; its token says which
+            of logits [1, tokens, classes] are meant, None the last.
+        column: Of the classes; "" for none.
+        early: Given what is known so far, whenever that is more.
 
     Raises:
         UnavailableError: Nobody answers; what else is refused is refused in its part alone.
     """
     asker.tell("the whole network's output")
-    said = await part(model.logits(inputs, token))
+    inputs = query.inputs
+    said = await part(model.logits(inputs, query.token))
     if isinstance(said, Refused):
         return Network(said, said)
-    output = await part(_output(asker, model, opens, inputs, said))
+    found = Network(await part(_output(asker, model, opens, inputs, said)), None)
+    if early is not None:
+        early(found)
     asker.tell("the examples behind it, over all layers")
-    return Network(output, await part(_attributed(asker, model, inputs, said)))
+    found = replace(found, attributed=await part(_attributed(asker, model, inputs, said)))
+    if not column:
+        return found
+    if early is not None:
+        early(found)
+    asker.tell(f"what each {column} added, over all layers")
+    return replace(found, classes=await part(_classes(asker, model, inputs, said, column)))
 
 
 def target_of(asker: Asker, units: int) -> str | int:
@@ -79,17 +106,7 @@ async def _output(asker: Asker, model: Model, opens: Opens, inputs: Any, said: L
 
 async def _attributed(asker: Asker, model: Model, inputs: Any, said: Logits) -> Attributed:
     target = target_of(asker, len(said.values))
-    async with model.turn:
-        found = await asker.client.attribute(
-            model.module,
-            inputs,
-            target=target,
-            token=said.token,
-            k=asker.view.k,
-            where=asker.view.where,
-            max_residual=asker.view.residual,
-            index=asker.index,
-        )
+    found = await _asked(asker, model, inputs, said, target=target, k=asker.view.k)
     there = found.counts[0] > 0
     ids = [plain(each) for each in found.groups[0][there]]
     columns = await columns_of(asker, ids)
@@ -118,3 +135,44 @@ async def _attributed(asker: Asker, model: Model, inputs: Any, said: Logits) -> 
         float(found.residual[0].sum()),
         float(found.unrecorded[0]),
     )
+
+
+async def _classes(
+    asker: Asker, model: Model, inputs: Any, said: Logits, column: str
+) -> LogitParts:
+    target = target_of(asker, len(said.values))
+    unit = target if isinstance(target, int) else int(said.values.argmax())
+    k = GROUPS_SHOWN + 1
+    found = await _asked(asker, model, inputs, said, target=unit, by=column, k=k, order="absolute")
+    count = int((found.counts[0] > 0).sum())
+    best = list(range(min(count, GROUPS_SHOWN)))
+    names = [plain(each) for each in found.groups[0][best]]
+    order = in_order(names)
+    values = found.by_layer[0][best][order]
+    return LogitParts(
+        column,
+        unit,
+        float(said.values[unit]),
+        found.layers,
+        [names[place] for place in order],
+        values,
+        found.rows[0] - values.sum(axis=0) if count > GROUPS_SHOWN else None,
+        found.initial[0],
+        found.residual[0],
+        float(found.unrecorded[0]),
+    )
+
+
+async def _asked(
+    asker: Asker, model: Model, inputs: Any, said: Logits, **asked: Any
+) -> AttributionResult:
+    async with model.turn:
+        return await asker.client.attribute(
+            model.module,
+            inputs,
+            token=said.token,
+            where=asker.view.where,
+            max_residual=asker.view.residual,
+            index=asker.index,
+            **asked,
+        )

@@ -6,7 +6,7 @@ import asyncio
 import io
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from urllib.parse import parse_qs
@@ -16,7 +16,7 @@ from nicegui import events, ui
 
 from dualform.client import AsyncClient, DualformError, IndexInfo, LayerInfo, NotFoundError
 from dualform.explore import drawing, prediction, sections
-from dualform.explore.answers import Answer, Network, Query, Refused
+from dualform.explore.answers import Answer, Attributed, LogitParts, Network, Query, Refused
 from dualform.explore.asking import Asker, answer, class_columns, last_layer
 from dualform.explore.browsing import offered
 from dualform.explore.controls import Change, Controls, Event
@@ -259,28 +259,37 @@ class Page:
         )
         self._answer = found
         controls.show(controls.rows, sections.rows(found, scene))
-        network = await self._network(asker, opened, query)
-        controls.show(controls.network, prediction.network(network, scene))
+
+        def show(network: Network | None) -> None:
+            controls.show(controls.network, prediction.network(network, scene))
+
+        network = await self._network(asker, opened, found, show)
+        show(network)
         whole = self._whole(query, network)
         lines = lines_of(opened.source, view, found.unit, found.column, whole)
         controls.show_lines(lines.python, lines.commands)
 
-    async def _network(self, asker: Asker, opened: Opened, query: Query) -> Network | None:
-        model, opens = self._uploads.model, opened.source.opens
+    async def _network(
+        self, asker: Asker, opened: Opened, found: Answer, early: Callable[[Network], None]
+    ) -> Network | None:
+        model, opens, query = self._uploads.model, opened.source.opens, found.query
         if model is None or opens is None or query.inputs is None:
             return None
         if isinstance(query.inputs, Refused):
             return Network(query.inputs, query.inputs)
-        return await network_of(asker, model, opens, query.inputs, query.token)
+        return await network_of(asker, model, opens, query, found.column, early)
 
     def _whole(self, query: Query, network: Network | None) -> Whole | None:
         """What the whole network was asked, for the lines."""
         model = self._uploads.model
-        if model is None or network is None or isinstance(network.attributed, Refused):
+        if model is None or network is None or not isinstance(network.attributed, Attributed):
             return None
-        found = network.attributed
+        found, classes = network.attributed, network.classes
         target = "margin" if found.margin else found.unit
-        return Whole(model, query.made, target, found.token)
+        column, unit = "", found.unit
+        if isinstance(classes, LogitParts):
+            column, unit = classes.column, classes.unit
+        return Whole(model, query.made, target, found.token, column, unit)
 
     async def _open(self, view: View, listed: Sequence[Source]) -> Opened:
         """The view's index and layer.

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dualform.explore.answers import Attributed, AttributedExample, Network, Refused
+from dualform.explore.answers import Attributed, AttributedExample, LogitParts, Network, Refused
 from dualform.explore.cards import called, links
 from dualform.explore.markup import bar, named, number, payload, refused
 from dualform.explore.scene import Scene
-from dualform.explore.tables import output
+from dualform.explore.tables import largest, logit_parts, output
 
-_LAYERS = 6
-"""So many layers' shares are read at a glance; of more, the largest, and the sum of the others."""
 _TITLE = "Examples behind it, over all layers"
+_BY_CLASS = "By class, over all layers"
 
 
 def network(found: Network | None, scene: Scene) -> str:
@@ -25,10 +24,12 @@ def network(found: Network | None, scene: Scene) -> str:
     if isinstance(found.output, Refused) and found.output == found.attributed:
         why = refused(found.output, scene.view)
         return f'<section class="wide"><h2>The whole network</h2>{why}</section>'
-    return (
-        f'<section class="wide">{output(found.output, "The whole network", scene)}</section>'
-        f'<section class="wide">{_attributed(found.attributed, scene)}</section>'
-    )
+    parts = [output(found.output, "The whole network", scene)]
+    if found.attributed is not None:
+        parts.append(_attributed(found.attributed, scene))
+    if found.classes is not None:
+        parts.append(_classes(found.classes, scene))
+    return "".join(f'<section class="wide">{each}</section>' for each in parts)
 
 
 def _how(scene: Scene) -> str:
@@ -56,7 +57,9 @@ def _attributed(found: Attributed | Refused, scene: Scene) -> str:
         told += "; the margin is its logit less the logsumexp of the others"
     if not found.found:
         return f"<h2>{_TITLE}</h2><p>No rows pass the filters.</p>"
-    shown = _largest(found)
+    shown = largest(
+        [sum(abs(each.by_layer[at]) for each in found.found) for at in range(len(found.layers))]
+    )
     items = "".join(f"<li>{_card(each, found, shown, scene)}</li>" for each in found.found)
     beside = (
         f"Of the layers' outputs along its gradient: initial weights {number(found.initial)}, all "
@@ -70,10 +73,17 @@ def _attributed(found: Attributed | Refused, scene: Scene) -> str:
     )
 
 
-def _largest(found: Attributed) -> list[int]:
-    """The layers that are shown, in order."""
-    sizes = [sum(abs(each.by_layer[at]) for each in found.found) for at in range(len(found.layers))]
-    return sorted(sorted(range(len(sizes)), key=lambda at: -sizes[at])[:_LAYERS])
+def _classes(found: LogitParts | Refused, scene: Scene) -> str:
+    if isinstance(found, Refused):
+        return f"<h2>{_BY_CLASS}</h2>{refused(found, scene.view)}"
+    left = " The filters leave out rows, and so parts of it." if scene.view.filters else ""
+    told = (
+        f"The logit is {number(found.value)}. A layer's column adds up to what the layer gives "
+        "times the logit's gradient there: of the layer that gives the logits the logit itself, of "
+        "those before it what they did to it, to first order. All layers is the sum of these, and "
+        f"not the logit.{left} Parameters in no layer: {number(found.unrecorded)}."
+    )
+    return f'<h2>{_BY_CLASS}</h2>{logit_parts(found, scene)}<p class="said">{told}</p>'
 
 
 def _card(each: AttributedExample, found: Attributed, shown: list[int], scene: Scene) -> str:

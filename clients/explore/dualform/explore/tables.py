@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
-from dualform.explore.answers import Groups, Output, Parts, Refused
+import numpy as np
+import numpy.typing as npt
+
+from dualform.explore.answers import Groups, LogitParts, Output, Parts, Refused
 from dualform.explore.markup import bar, link, named, number, refused, table
 from dualform.explore.scene import Scene
 from dualform.explore.view import without
+
+LAYERS_SHOWN = 6
+"""So many layers' shares are read at a glance; of more, the largest, and the sum of the others."""
 
 
 def output(what: Output | Refused, title: str, scene: Scene) -> str:
@@ -121,6 +128,49 @@ def parts(found: Parts | Refused | None, scene: Scene) -> str:
     units = (_unit(unit, scene, scene.view.layer) for unit in found.units)
     head = [named(found.column), *units]
     return title + table(head, rows, caption="columns are output units", kind="parts")
+
+
+def logit_parts(found: LogitParts, scene: Scene) -> str:
+    """What each class added to a logit, layer by layer, and what all of it adds up to."""
+    shown = largest(np.abs(found.values).sum(axis=0))
+    names = ["all layers", *(f"layer {named(found.layers[at])}" for at in shown)]
+    left = len(found.layers) - len(shown)
+    names += [f"{left} other layers"] if left else []
+
+    def cells(values: npt.NDArray[np.float64]) -> list[float]:
+        some = [float(values[at]) for at in shown]
+        whole = float(values.sum())
+        return [whole, *some, whole - sum(some)] if left else [whole, *some]
+
+    lines = [cells(line) for line in found.values]
+    most = max((abs(value) for line in lines for value in line), default=0.0)
+    rows = [
+        [
+            named(scene.value(found.column, name)),
+            *(_heat(value, most) for value in line),
+            link(
+                without(scene.view, found.column, name),
+                "leave out",
+                said=f"the whole network without {found.column} {name}",
+                kind="go",
+            ),
+        ]
+        for name, line in zip(found.names, lines, strict=True)
+    ]
+    whole = found.values.sum(axis=0) + found.initial + found.residual
+    beside = [("initial weights", found.initial), ("no row explains", found.residual)]
+    if found.others is not None:
+        beside.insert(0, (f"every other {named(found.column)}", found.others))
+        whole = whole + found.others
+    beside.append(("together" if not scene.view.filters else "what is left", whole))
+    rows += [[name, *(_heat(value, 0.0) for value in cells(values)), ""] for name, values in beside]
+    caption = f"added to unit {named(scene.unit(found.unit, ''))}, per {named(found.column)}"
+    return table([named(found.column), *names, ""], rows, caption=caption, kind="parts layers")
+
+
+def largest(sizes: Sequence[float] | npt.NDArray[np.float64]) -> list[int]:
+    """The layers that are read at a glance, in order: of many those with the largest sizes."""
+    return sorted(sorted(range(len(sizes)), key=lambda at: -sizes[at])[:LAYERS_SHOWN])
 
 
 def _heat(value: float, largest: float) -> str:
