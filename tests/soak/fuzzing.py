@@ -26,6 +26,7 @@ KINDS: tuple[type[Any], ...] = (
     pb.TopKRequest,
     pb.TopGroupsRequest,
     pb.AttributeRequest,
+    pb.SelfInfluenceRequest,
     pb.SumsRequest,
     pb.DualOutputRequest,
     pb.ExplainRequest,
@@ -63,7 +64,7 @@ class Maker:
     def request(self) -> tuple[type[Any], bytes]:
         """One, as bytes: right, or changed in some fields, or in some bytes."""
         chance = self.chance
-        kind = chance.choices(KINDS, (8, 5, 5, 6, 6, 4, 3, 2, 1, 1))[0]
+        kind = chance.choices(KINDS, (8, 5, 5, 2, 6, 6, 4, 3, 2, 1, 1))[0]
         message = getattr(self, f"_{kind.__name__.removesuffix('Request').lower()}")()
         for _ in range(chance.choice((0, 0, 1, 1, 1, 2, 2, 4))):
             self.change(message)
@@ -200,6 +201,8 @@ class Maker:
             request.unit = chance.randrange(D_OUT)
             if chance.random() < 0.5:
                 request.at_step = chance.randrange(STEPS + 1)
+        elif chance.random() < 0.2:
+            request.rank_by = 3
         return request
 
     def _topgroups(self) -> pb.TopGroupsRequest:
@@ -222,6 +225,8 @@ class Maker:
                 request.direction.CopyFrom(self._tensor(request.queries.shape[0], D_OUT))
             if chance.random() < 0.5:
                 request.max_residual = math.inf
+        elif chance.random() < 0.2:
+            request.rank_by = 3
         return request
 
     def _attribute(self) -> pb.AttributeRequest:
@@ -244,6 +249,16 @@ class Maker:
         if chance.random() < 0.7:
             request.max_residual = chance.choice((0.5, math.inf, math.inf))
         return request
+
+    def _selfinfluence(self) -> pb.SelfInfluenceRequest:
+        chance = self.chance
+        return pb.SelfInfluenceRequest(
+            layer=LAYER,
+            by=self._column() or "label",
+            first=chance.choice((0, 0, 1, 50)),
+            count=chance.choice((0, 0, 1, 50)),
+            **self._common(),
+        )
 
     def _sums(self) -> pb.SumsRequest:
         chance = self.chance

@@ -132,7 +132,7 @@ def _max_residual(request: Any) -> Opinion:
 def _ranked(request: Any) -> Opinion:
     names = ("unit", "direction", "at_step", "max_residual")
     extra = [name for name in names if request.HasField(name)]
-    if request.rank_by in (0, 1):
+    if request.rank_by in (0, 1, 3):  # by weight or cosine
         return not extra
     if request.rank_by != 2 or ("unit" in extra) == ("direction" in extra):
         return False
@@ -223,6 +223,12 @@ _CHECKS: dict[type[Any], Sequence[Callable[[Any], Opinion]]] = {
         _strategy(1, 4, 5),
     ),
     pb.AttributeRequest: (_index, _where, _attributed, _order, _by, _max_residual),
+    pb.SelfInfluenceRequest: (
+        _index,
+        _where,
+        _by,
+        lambda request: request.layer == LAYER and request.first >= 0 and request.count >= 0,
+    ),
     pb.SumsRequest: (
         _index,
         _asked,

@@ -101,6 +101,11 @@ def check_shapes(request: Any, response: Any) -> None:
         assert list(response.rows.shape) == [request.inputs, len(request.layers)]
         assert response.scores.shape[0] == request.inputs
         assert not request.k or response.scores.shape[1] == request.k
+    elif isinstance(request, pb.SelfInfluenceRequest):
+        (paged,) = response.scores.shape
+        assert list(response.counts.shape) == [paged]
+        left = max(0, response.total - request.first)
+        assert paged == min(left, request.count or left)
     elif isinstance(request, (pb.SumsRequest, pb.DualOutputRequest)):
         assert response.values.shape[0] == request.queries.shape[0]
     elif isinstance(request, pb.ExplainRequest):
