@@ -194,7 +194,7 @@ def test_key_sums_are_each_steps(
     with Index.open(paths[number], device="cpu") as index:
         layer = index.layers["0"]
         values = layer.values_at(np.arange(layer.rows), 1)
-        found = steps.key_sums(layer, values, 41, None).numpy()
+        found = steps.key_sums(layer, values, 0, 41, None).numpy()
         keys = layer.keys_at(np.arange(layer.rows)).double().numpy()
     expected = np.zeros((STEPS, D_IN))
     np.add.at(expected, layer.space.steps, values[:, None].astype(np.float64) * keys)

@@ -7,7 +7,7 @@ from typing import Any
 
 from dualform.engine.errors import DataLossError
 from dualform.machines.fleet import Fleet, Lost, Traffic
-from dualform.machines.machine import Machine, Refused, Settings, packed, unpacked
+from dualform.machines.machine import Machine, Refused, Settings, of_each, packed, unpacked
 from dualform.machines.parts import Part
 
 
@@ -35,8 +35,9 @@ class NearFleet(Fleet):
         stop: Callable[[], bool] | None = None,
     ) -> list[Any]:
         """See Fleet."""
-        request, found = packed(function, *arguments), []
-        for seat, part in parts:
+        each, found = of_each(arguments, len(parts)), []
+        for place, (seat, part) in enumerate(parts):
+            request = packed(function, *(arguments if each is None else each[place]))
             if seat in self.gone:
                 found.append(Lost(DataLossError(f"machine {seat} is gone", reason="OUT_OF_REACH")))
                 continue

@@ -364,15 +364,9 @@ def test_under_adam_what_needs_the_order_of_training_is_refused(
 ) -> None:
     three = followed["three"]
     assert isinstance(three, SpreadIndex)
-    layers = (AttributedLayer(LAYER, QUERIES, DIRECTIONS),)
     asked = (
-        lambda: three.ask(TopKQuestion(LAYER, QUERIES, rank_by="contribution", unit=0)),
-        lambda: three.ask(
-            TopGroupsQuestion(LAYER, QUERIES, by="label", rank_by="contribution", unit=0)
-        ),
         lambda: three.ask(OutputQuestion(LAYER, QUERIES, at_step=10)),
         lambda: three.ask(OutputQuestion(LAYER, QUERIES, where=parse_filter("step < 9"))),
-        lambda: three.attribute(AttributeQuestion(layers, inputs=4, by="label")),
     )
     for question in asked:
         with pytest.raises(FailedPreconditionError, match="on several machines") as found:

@@ -22,7 +22,15 @@ from dualform.optimizers.registry import FAMILIES, Found, family_of
 from dualform.optimizers.rmsprop import RMSprop, RMSpropSettings
 from dualform.optimizers.rprop import Rprop, RpropSettings
 from dualform.optimizers.sgd import SGD, SGDSettings
-from dualform.optimizers.trajectory import Part, Trajectory, adjoint, gradient_factors
+from dualform.optimizers.trajectory import (
+    Later,
+    Part,
+    Trajectory,
+    adjoint,
+    by_momentum,
+    factors_before,
+    gradient_factors,
+)
 from dualform.optimizers.unknown import Unknown, UnknownSettings
 
 __all__ = [
@@ -46,6 +54,7 @@ __all__ = [
     "Found",
     "Lamb",
     "LambSettings",
+    "Later",
     "LayerRun",
     "Lion",
     "LionSettings",
@@ -64,6 +73,8 @@ __all__ = [
     "Unknown",
     "UnknownSettings",
     "adjoint",
+    "by_momentum",
+    "factors_before",
     "family_of",
     "followed_bytes",
     "gradient_factors",

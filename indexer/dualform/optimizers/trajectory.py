@@ -8,6 +8,7 @@ so that a row's contribution is its value times a dot product under that metric.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -224,6 +225,12 @@ class Trajectory:
         self._create(settings[0])
         return self.family.transitions(settings, firsts, self.whole, gradients)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it holds of the whole run, about."""
+        followed = 0 if self._follow is None else 3 * self._shape.nbytes
+        return sum(t.nbytes for t in self.whole.values()) + self._shape.nbytes + followed
+
     def _create(self, settings: Any) -> None:
         """Before the first step: fill the buffers that are not there as the optimizer does."""
         if self._missing:
@@ -265,6 +272,21 @@ def adjoint(
     return factors, p, r
 
 
+@dataclass(frozen=True)
+class Later:
+    """What steps to come still make of a weight and its momentum buffer, W and m: of the final
+    weight they are `weight * W + decay * momentum * m`.
+
+    Attributes:
+        weight, momentum: Factors.
+        decay: A number that is multiplied last.
+    """
+
+    weight: Factor = 1.0
+    momentum: Factor = 0.0
+    decay: float = 1.0
+
+
 def gradient_factors(transitions: Sequence[Transition], shape: Sequence[int]) -> torch.Tensor:
     """How much of each step's gradient is in the final weight: float64 [steps, *shape].
 
@@ -272,22 +294,43 @@ def gradient_factors(transitions: Sequence[Transition], shape: Sequence[int]) ->
         transitions: Of the steps, the first one first; `STILL` where the parameter took no part.
         shape: The parameter's.
     """
+    return factors_before(transitions, shape, Later(), by_momentum(transitions))[0]
+
+
+def factors_before(
+    transitions: Sequence[Transition], shape: Sequence[int], later: Later, alone: bool
+) -> tuple[torch.Tensor, Later]:
+    """Likewise of steps after which others come; and what all of these make of what was before.
+
+    Args:
+        transitions, shape: As for `gradient_factors`.
+        later: What the steps after these make.
+        alone: All steps, also those after and before these, are `by_momentum`: the same numbers
+            come of one call for all steps as of several, one after another.
+    """
     out = torch.zeros((len(transitions), *shape), dtype=torch.float64)
     rows = out.unbind()
-    if not all(map(_by_momentum, transitions)):
-        factors, _, _ = adjoint(reversed(transitions))
+    if not alone:
+        factors, p, r = adjoint(reversed(transitions), later.weight, later.momentum)
         for row, factor in zip(rows, reversed(factors), strict=True):
             row.add_(factor)
-        return out
-    # `adjoint` where the weight moves by the momentum alone: p is a number, and later = r + p wm a
-    # recurrence with one operation a step.
-    p, decay, later = 1.0, 0.0, None
+        return out, Later(p, r)
+    # `adjoint` where the weight moves by the momentum alone: its p is a number, and its
+    # later = r + p wm a recurrence with one operation a step.
+    weight, decay, after = float(later.weight), later.decay, later.momentum
     for row, (mm, _, _, ww, wm, _) in zip(reversed(rows), reversed(transitions), strict=True):
-        row.add_(wm, alpha=p)
-        if later is not None:
-            row.add_(later, alpha=decay)
-        p, decay, later = p * float(ww), float(mm), row
-    return out.mul_(out.new_tensor([t.mg for t in transitions]).reshape(-1, *[1] * len(shape)))
+        row.add_(wm, alpha=weight)
+        if isinstance(after, torch.Tensor):
+            row.add_(after, alpha=decay)
+        weight, decay, after = weight * float(ww), float(mm), row
+    before = Later(weight, after.clone() if isinstance(after, torch.Tensor) else after, decay)
+    scales = out.new_tensor([t.mg for t in transitions])
+    return out.mul_(scales.reshape(-1, *[1] * len(shape))), before
+
+
+def by_momentum(transitions: Sequence[Transition]) -> bool:
+    """Whether gradients reach the weight through the momentum alone, and numbers do the rest."""
+    return all(map(_by_momentum, transitions))
 
 
 def _by_momentum(t: Transition) -> bool:

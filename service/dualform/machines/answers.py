@@ -8,17 +8,20 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import torch
 
 from dualform.engine.api.opened import asked_contribution, last_step, query_tensor
 from dualform.engine.api.results import DualOutput, Sums, TopGroups, TopK
 from dualform.engine.api.totals import check_groups, output_of
 from dualform.engine.groups.best import BestGroups, best_groups
 from dualform.engine.groups.ranked import block_queries
+from dualform.engine.topk.followed_along import check_cost
 from dualform.engine.totals import outputs
 from dualform.engine.totals.outputs import PreparedOutput
 from dualform.engine.totals.stored_parts import made_of
 from dualform.machines import asked, merging
 from dualform.machines.asking import Counts, Spread, in_order
+from dualform.machines.machine import Each
 from dualform.machines.unions import union
 from dualform.questions import (
     MAX_RESIDUAL,
@@ -34,8 +37,8 @@ from dualform.store.grouping import Grouping
 def top_k(spread: Spread, question: TopKQuestion) -> TopK:
     """The best rows: each machine's own best, merged by exact score and row id."""
     query_tensor(spread.layer, question.queries)
-    _check_contribution(spread, question)
-    parts, missing = spread.ask_some(question.partial, asked.rows_or_sums, question)
+    units = _units(spread, question)
+    parts, missing = spread.ask_some(question.partial, asked.rows_or_sums, question, units)
     coverage = spread.coverage([part.coverage for part in parts], missing)
     found = merging.top_k(question, parts, coverage)
     if question.distinct is None:
@@ -62,12 +65,12 @@ def top_groups(spread: Spread, question: TopGroupsQuestion) -> TopGroups:
     query_tensor(layer, question.queries)
     known = layer.space.grouping(question.by, "by").values
     check_groups(question.by, known)
-    _check_contribution(spread, question)
+    units = _units(spread, question)
     size = block_queries(len(known) * (1 + len(spread.sizes)))
     blocks, found = [], None
     for first in range(0, len(question.queries), size):
         block = _block(question, slice(first, first + size))
-        parts, missing = spread.ask_some(question.partial, asked.sums_of_groups, block)
+        parts, missing = spread.ask_some(question.partial, asked.sums_of_groups, block, units)
         coverage = spread.coverage([part.coverage for part in parts], missing)
         groups, numbers = union([part.groups for part in parts])
         found = merging.add_up(groups, numbers, parts, coverage)
@@ -145,13 +148,21 @@ def _block(question: TopGroupsQuestion, queries: slice) -> TopGroupsQuestion:
     )
 
 
-def _check_contribution(spread: Spread, question: TopKQuestion | TopGroupsQuestion) -> None:
-    """Refuse contributions that need every row in the order of training."""
+def _units(spread: Spread, question: TopKQuestion | TopGroupsQuestion) -> Each | None:
+    """What the machines have to know of the output units that contributions are asked to; None
+    where rows have coefficients."""
     if question.rank_by != "contribution":
-        return
-    contribution, _ = asked_contribution(spread.opened, spread.layer, question)
-    if contribution.coefficients is None:
-        raise in_order(spread.opened, "contributions")
+        return None
+    contribution, end = asked_contribution(spread.opened, spread.layer, question)
+    if contribution.coefficients is not None:
+        return None
+    directions = contribution.directions
+    if directions is None:
+        return spread.units.find(spread, [contribution.unit], end)
+    rows = Counts(spread, question.where, end).coverage().rows
+    check_cost(spread.layer, rows, directions)
+    units = torch.nonzero((directions != 0).any(dim=0))[:, 0].tolist()
+    return spread.units.find(spread, units, end)
 
 
 ANSWERS: dict[type[Question], Callable[[Spread, Any], Any]] = {

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
+from dualform.engine.api.index import answer
 from dualform.engine.api.opened import last_step, query_tensor
 from dualform.engine.api.results import Coverage, Sums, TopK
 from dualform.engine.api.several import prepare_layer
@@ -17,10 +18,12 @@ from dualform.engine.groups.attributed import layer_sums
 from dualform.engine.memory.exact import ExactWeights
 from dualform.engine.messages import needs
 from dualform.engine.totals.coefficients import layer_coefficients
+from dualform.engine.totals.metric import Head, Passed
 from dualform.engine.totals.row_parts import rows_part
 from dualform.engine.totals.streams import chunk_weights, in_row_order
 from dualform.machines.machine import Here
 from dualform.machines.unions import union
+from dualform.machines.units import Units, with_units
 from dualform.questions import (
     AttributeQuestion,
     OutputQuestion,
@@ -44,10 +47,16 @@ def values_of(here: Here, layer: str, column: str, field: str) -> pa.Array:
     return here.index.layer(layer).space.grouping(column, field).values
 
 
-def rows_or_sums(here: Here, question: TopKQuestion | SumsQuestion) -> TopK | Sums:
+def rows_or_sums(
+    here: Here, question: TopKQuestion | SumsQuestion, units: Units | None = None
+) -> TopK | Sums:
     """The part's own answer, of which the whole one is made."""
     here.take(needs.of_rows(here.index, question))
-    return here.index.ask(question, here.stop)
+    layer = here.index.layer(question.layer)
+    with here.index.using(layer) as opened:
+        found = answer(with_units(opened, units), layer, question, here.stop)
+        assert isinstance(found, (TopK, Sums))
+        return found
 
 
 def sharing(
@@ -85,24 +94,53 @@ def sharing(
         return np.where(found[place] == wanted, counts[place], 0).astype(np.int64)
 
 
-def sums_of_groups(here: Here, question: TopGroupsQuestion) -> Sums:
-    """Every group's sums, weights or contributions; of SGD's family."""
+def sums_of_groups(here: Here, question: TopGroupsQuestion, units: Units | None = None) -> Sums:
+    """Every group's sums, weights or contributions."""
     here.take(needs.of_rows(here.index, question))
     layer = here.index.layer(question.layer)
     with here.index.using(layer) as opened:
-        return all_groups(opened, layer, question, here.stop)
+        return all_groups(with_units(opened, units), layer, question, here.stop)
 
 
-def attributed_sums(here: Here, question: AttributeQuestion) -> tuple[pa.Array, np.ndarray]:
+def attributed_sums(
+    here: Here, question: AttributeQuestion, units: Units | None = None
+) -> tuple[pa.Array, np.ndarray]:
     """What the rows of each group added to the inputs' targets through the question's only layer:
-    the groups, and float64 [inputs, groups]; of SGD's family."""
+    the groups, and float64 [inputs, groups]."""
     here.take(needs.of_attribute(here.index, question))
     (asked,) = question.layers
     layer = here.index.layer(asked.layer)
     with here.index.using(layer) as opened:
         grouping = layer.space.grouping(question.by, "by")
-        one = prepare_layer(opened, layer, asked, grouping, question, here.stop)
+        one = prepare_layer(with_units(opened, units), layer, asked, grouping, question, here.stop)
         return grouping.values, layer_sums(one, 0, question.inputs, here.stop)
+
+
+def first_step(here: Here, name: str) -> int:
+    """The first step that the part has rows of a layer of."""
+    return int(here.index.layer(name).space.steps.min())
+
+
+def forwards(here: Here, name: str, units: Units) -> dict[int, Passed]:
+    """Units followed over the part's steps: what the next part has to know of it."""
+    layer = here.index.layer(name)
+    here.take(needs.of_metric(here.index, layer))
+    with here.index.using(layer) as opened:
+        return {
+            unit: opened.metrics.passed(layer, unit, between, here.stop)
+            for unit, between in units.items()
+        }
+
+
+def backwards(here: Here, name: str, units: Units) -> dict[int, Head]:
+    """What the part before has to know of units' later steps."""
+    layer = here.index.layer(name)
+    here.take(needs.of_metric(here.index, layer))
+    with here.index.using(layer) as opened:
+        return {
+            unit: opened.metrics.find(layer, unit, between.last, here.stop, between).head()
+            for unit, between in units.items()
+        }
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from dualform.engine.memory.layer import Layer
 from dualform.engine.memory.shards import Stop
 from dualform.machines import asked, merging
 from dualform.machines.fleet import Lost
+from dualform.machines.following import FollowedUnits
 from dualform.machines.unions import union
 from dualform.v1 import attribution_pb2 as pb
 
@@ -30,6 +31,8 @@ class Spread:
             found, or Lost.
         sizes: How many rows each has.
         stop: True once nobody waits for the answer.
+        ask_machine: Likewise asks one of them, by its place among them.
+        units: What is known of output units that were followed through training.
     """
 
     opened: Opened
@@ -37,6 +40,19 @@ class Spread:
     ask_all: Callable[..., list[Any]]
     sizes: Sequence[int]
     stop: Stop | None
+    ask_machine: Callable[..., Any]
+    units: FollowedUnits
+
+    def ask_one(self, machine: int, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What one of the machines found.
+
+        Raises:
+            DataLossError: Its rows are nowhere.
+        """
+        found = self.ask_machine(machine, function, *arguments)
+        if isinstance(found, Lost):
+            raise self._nowhere(found.error, self.sizes[machine])
+        return found
 
     def ask(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """What all machines found.

@@ -11,9 +11,9 @@ import pyarrow as pa
 from dualform.engine.api.opened import layer_named
 from dualform.engine.api.results import Attribution
 from dualform.engine.api.several import attribution_of, beside_of, groupings_of, pairs_of
-from dualform.engine.groups.attributed import best_attributed, block_inputs
+from dualform.engine.groups.attributed import best_attributed, block_inputs, check_costs
 from dualform.machines import asked
-from dualform.machines.asking import Counts, Spread, in_order
+from dualform.machines.asking import Counts, Spread
 from dualform.machines.unions import union
 from dualform.questions import AttributedLayer, AttributeQuestion
 
@@ -26,19 +26,24 @@ def attribute(spreads: Sequence[Spread], question: AttributeQuestion) -> Attribu
         question: What is asked.
     """
     opened = spreads[0].opened
-    if not opened.ledger.family.scalar:
-        raise in_order(opened, "contributions")
     values = groupings_of([spread.layer for spread in spreads], question.by)[0].values
-    counts, coverage, beside = np.zeros(len(values), np.int64), [], []
+    counts, coverage, beside, all_pairs = np.zeros(len(values), np.int64), [], [], []
     for spread, each in zip(spreads, question.layers, strict=True):
         with layer_named(each.layer):
             pairs = pairs_of(spread.layer, each, question.inputs)
+            all_pairs.append(pairs)
             beside.append(beside_of(opened, spread.layer, pairs, question, spread.stop))
             rows = Counts(spread, question.where, None)
             if spread.sizes:
                 known = spread.layer.space.grouping(question.by, "by").values
                 counts[union([values, known])[1][1]] += rows.of(question.by)[0]
             coverage.append(rows.coverage())
+
+    if not opened.ledger.family.scalar:
+        check_costs(
+            (spread.layer, pairs, counted.rows)
+            for spread, pairs, counted in zip(spreads, all_pairs, coverage, strict=True)
+        )
 
     def sums(first: int, last: int) -> list[np.ndarray]:
         return [
@@ -59,6 +64,10 @@ def _of_layer(
     each: AttributedLayer = question.layers[0]
     block = replace(question, layers=(each.part(first, last),), inputs=last - first)
     total = np.zeros((last - first, len(values)))
-    for groups, sums in spread.ask(asked.attributed_sums, block):
+    units = None
+    if not spread.opened.ledger.family.scalar:
+        used = np.flatnonzero((block.layers[0].direction != 0).any(axis=0)).tolist()
+        units = spread.units.find(spread, used, spread.opened.ledger.steps)
+    for groups, sums in spread.ask(asked.attributed_sums, block, units):
         total[:, union([values, groups])[1][1]] += sums
     return total

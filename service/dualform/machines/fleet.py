@@ -25,7 +25,15 @@ from dualform.engine.errors import (
     EngineError,
 )
 from dualform.machines.cluster import LOCAL, FleetError, connect, imported, nodes
-from dualform.machines.machine import About, Machine, Refused, Settings, packed, unpacked
+from dualform.machines.machine import (
+    About,
+    Machine,
+    Refused,
+    Settings,
+    of_each,
+    packed,
+    unpacked,
+)
 from dualform.machines.parts import Part
 
 _LOOK_S = 0.05
@@ -174,7 +182,7 @@ class Fleet:
         Args:
             parts: With their seats.
             function: One of `dualform.machines.asked`.
-            arguments: What it takes.
+            arguments: What it takes; the same of all parts, but for those that are `Each`.
             stop: Returns True once nobody waits; the machines are told.
 
         Returns:
@@ -188,9 +196,11 @@ class Fleet:
         standing: list[_Request] = []
         found: list[Any] = [None] * len(parts)
         try:
-            data = packed(function, *arguments)
-            shared = self._shared(data)
+            each, shared = of_each(arguments, len(parts)), None
             for place, (seat, part) in enumerate(parts):
+                if each is not None or shared is None:
+                    data = packed(function, *(arguments if each is None else each[place]))
+                    shared = self._shared(data)
                 size = len(data) + len(pickle.dumps(part))
                 standing.append(_Request(place, part, seat, shared, size))
             while waiting or standing:

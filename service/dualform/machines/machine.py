@@ -13,7 +13,7 @@ import pickle
 import platform
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -110,8 +110,29 @@ class Here:
     take: Callable[[int], None]
 
 
+@dataclass(frozen=True)
+class Each:
+    """An argument that is another one for each part.
+
+    Attributes:
+        values: In the order of the parts.
+    """
+
+    values: Sequence[Any]
+
+
+def of_each(arguments: Sequence[Any], parts: int) -> list[tuple[Any, ...]] | None:
+    """The arguments of each of so many parts; None where they are the same to all."""
+    if not any(isinstance(each, Each) for each in arguments):
+        return None
+    return [
+        tuple(each.values[part] if isinstance(each, Each) else each for each in arguments)
+        for part in range(parts)
+    ]
+
+
 def packed(function: Callable[..., Any], *arguments: Any) -> bytes:
-    """A request: call `function(here, *arguments)`; the same to all parts."""
+    """A request: call `function(here, *arguments)`."""
     return pickle.dumps((function, arguments), protocol=5)
 
 

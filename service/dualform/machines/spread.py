@@ -29,6 +29,7 @@ from dualform.machines.answers import ANSWERS
 from dualform.machines.asking import Spread
 from dualform.machines.attributing import attribute
 from dualform.machines.fleet import Fleet, Lost
+from dualform.machines.following import FollowedUnits
 from dualform.machines.parts import Part, split
 from dualform.machines.rows import FarRows
 from dualform.machines.unions import union
@@ -116,6 +117,7 @@ class SpreadIndex(Index):
         super().__init__(version.path, devices=Devices(), use_faiss=False, shards=none)
         self._here, self._opened = self._opened, cast(Opened, _NotHere())
         self._nowhere: dict[Part, str] = {}
+        self._units = FollowedUnits()
         self._rowless, self._published = self.layers, manifest
         self._fleet, self.machines = fleet, count
         self._parts = [
@@ -292,7 +294,12 @@ class SpreadIndex(Index):
             sum(shards[number].rows for number in part.numbers(layer.row_space))
             for _, part in homes
         ]
-        return Spread(self._here, layer, ask, sizes, stop)
+
+        def ask_machine(machine: int, function: Callable[..., Any], *arguments: Any) -> Any:
+            home = homes[machine : machine + 1]
+            return self._noted(home, self._fleet.ask(home, function, *arguments, stop=stop))[0]
+
+        return Spread(self._here, layer, ask, sizes, stop, ask_machine, self._units)
 
     def _far_layers(self) -> Mapping[str, Layer]:
         columns: dict[int, asked.Columns] = {}

@@ -6,7 +6,7 @@ of inputs at a time, and the best kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -154,7 +154,10 @@ def attributed(
     Raises:
         ResourceExhaustedError: It would take too long where rows have no coefficients.
     """
-    check_costs(layers)
+    followed = [asked for asked in layers if asked.coefficients is None]
+    check_costs(
+        (asked.layer, asked.pairs, int(np.count_nonzero(asked.selected))) for asked in followed
+    )
 
     def sums(first: int, last: int) -> list[np.ndarray]:
         return [layer_sums(asked, first, last, stop) for asked in layers]
@@ -241,7 +244,7 @@ def _followed_sums(asked: PreparedLayer, pairs: Pairs, stop: Stop | None) -> np.
             for start in range(0, len(positions), _ROWS):
                 check_stop(stop)
                 block = positions[start : start + _ROWS]
-                steps = torch.from_numpy(layer.space.steps[block])
+                steps = torch.from_numpy(layer.space.steps[block] - metric.start)
                 values = torch.from_numpy(metric.values[block]).double()
                 seen = layer.keys_at(block).double().mul_(metric.weight[steps])
                 dots = of_unit @ seen.T
@@ -252,26 +255,29 @@ def _followed_sums(asked: PreparedLayer, pairs: Pairs, stop: Stop | None) -> np.
     return sums
 
 
-def check_costs(layers: Sequence[PreparedLayer]) -> None:
+def check_costs(layers: Iterable[tuple[Layer, Pairs, int]]) -> None:
     """Refuse what would take too long, of all layers together.
+
+    Args:
+        layers: Those where each step has its own metric, what is asked of each, and how many of its
+            rows take part.
 
     Raises:
         ResourceExhaustedError: It would.
     """
-    products = 0.0
-    for asked in layers:
-        if asked.coefficients is None:
-            used = asked.pairs.directions != 0
-            of_input = asked.pairs.fold(used.double()) > 0
-            units, inputs = int(used.any(dim=0).sum()), int(of_input.sum())
-            rows = float(np.count_nonzero(asked.selected))
-            # A metric's own pass, its product with the keys, and a matrix product, which is faster.
-            passes = units * (asked.layer.rows + rows) + inputs * rows / _FASTER
-            products += asked.layer.d_in * passes
+    products, count = 0.0, 0
+    for layer, pairs, rows in layers:
+        used = pairs.directions != 0
+        of_input = pairs.fold(used.double()) > 0
+        units, inputs = int(used.any(dim=0).sum()), int(of_input.sum())
+        # A metric's own pass, its product with the keys, and a matrix product, which is faster.
+        passes = units * (layer.rows + rows) + inputs * rows / _FASTER
+        products += layer.d_in * passes
+        count += 1
     if products > MOST_PRODUCTS:
         raise ResourceExhaustedError(
             "under an optimizer without coefficients each output unit's metric takes a pass over "
-            f"its layer's rows: the {len(layers)} layers here are {products:.1e} products, about "
+            f"its layer's rows: the {count} layers here are {products:.1e} products, about "
             f"{products / PRODUCTS_A_SECOND:,.0f} s, and at most {MOST_PRODUCTS:.0e} are taken: "
             "ask about fewer of them with layers=, the last ones first, with a filter or with "
             "fewer inputs",

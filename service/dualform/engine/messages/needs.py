@@ -357,9 +357,14 @@ def _contribution(index: Index, layer: Layer, n: int, along: bool) -> int:
     size = 60 * n * layer.d_out + 24 * numbers + 24 * layer.rows
     if index.ledger.family.scalar:
         return size
-    metric = index.ledger.steps * layer.d_in
     found = _METRIC_ROW * layer.rows
     if along:
         found = n * min(8 * layer.rows, SCORE_BYTES) + 40 * layer.rows
     exact = 28 * min(layer.rows, EXACT_ROWS) * layer.d_in
-    return size + _METRIC * metric + _FOLLOWED * numbers + found + exact + 3 * TILE_BYTES
+    return size + of_metric(index, layer) + found + exact
+
+
+def of_metric(index: Index, layer: Layer) -> int:
+    """For an output unit's metric."""
+    numbers, metric = layer.d_in * layer.d_out, index.ledger.steps * layer.d_in
+    return _METRIC * metric + _FOLLOWED * numbers + 3 * TILE_BYTES

@@ -91,7 +91,7 @@ class _Rows:
         self.positions = positions
         self.ids = layer.space.ids[positions]
         self._layer, self._metric = layer, metric
-        self._steps = layer.space.steps[positions]
+        self._steps = layer.space.steps[positions] - metric.start
         self._values = metric.values[positions].astype(np.float64)
         norms = np.array([shard.max_norm for shard in layer.shards])
         self._norms = np.repeat(norms, [shard.rows for shard in layer.shards])[positions]

@@ -95,7 +95,7 @@ def contributions_along(
         for first in range(0, len(positions), _ROWS):
             check_stop(stop)
             block = slice(first, first + _ROWS)
-            steps = layer.space.steps[positions[block]]
+            steps = layer.space.steps[positions[block]] - metric.start
             keys = layer.keys_at(positions[block]).numpy()
             values = metric.values[positions[block]].astype(np.float64)
             of_steps, of_bias = weight[steps], bias[steps]

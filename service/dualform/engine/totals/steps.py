@@ -20,7 +20,7 @@ from dualform.optimizers import PRODUCT_ROWS
 
 @dataclass(frozen=True)
 class StepRows:
-    """All rows of one step.
+    """Rows of one step.
 
     Attributes:
         step: Its number.
@@ -33,6 +33,20 @@ class StepRows:
     positions: np.ndarray
     keys: torch.Tensor
     values: torch.Tensor
+
+    def after(self, rows: StepRows) -> StepRows:
+        """All, these after others of the step."""
+        return _joined([rows, self])
+
+
+def rows_of(layer: Layer, step: int, values: torch.Tensor) -> StepRows:
+    """The rows of one step in order of row id, with values of theirs, float32 [total, m] by
+    position."""
+    positions = np.flatnonzero(layer.space.steps == step)
+    order = np.argsort(layer.space.ids[positions])
+    keys = layer.keys_at(positions)[torch.from_numpy(order)]
+    positions = positions[order]
+    return StepRows(step, positions, keys, values[torch.from_numpy(positions)])
 
 
 def steps_in_order(
@@ -80,8 +94,10 @@ def steps_in_order(
         yield _joined(waiting)
 
 
-def key_sums(layer: Layer, factors: np.ndarray, end: int, stop: Stop | None) -> torch.Tensor:
-    """What the keys of each step add up to, each times a factor: float64 [end, d_in].
+def key_sums(
+    layer: Layer, factors: np.ndarray, first: int, end: int, stop: Stop | None
+) -> torch.Tensor:
+    """What the keys of each step add up to, each times a factor: float64 [end - first, d_in].
 
     The keys are read once, where they lie. Up to `PRODUCT_ROWS` of a step are added in float32, as
     in a product, and in order of row id, so that sharding changes nothing.
@@ -89,7 +105,7 @@ def key_sums(layer: Layer, factors: np.ndarray, end: int, stop: Stop | None) -> 
     Args:
         layer: Whose rows.
         factors: float32 [total], by position.
-        end: Rows of this step and later ones are left out.
+        first, end: Half-open range of steps.
         stop: Asked between tiles.
 
     Raises:
@@ -97,16 +113,16 @@ def key_sums(layer: Layer, factors: np.ndarray, end: int, stop: Stop | None) -> 
         DamagedError: A file does not hold what was written.
     """
     space = layer.space
-    by_id = np.empty(space.total, np.int64)
-    by_id[space.ids] = np.arange(space.total)  # ids ascend with steps, and from shard to shard
+    by_id = _by_id(layer)  # ids ascend with steps, and from shard to shard
     steps = space.steps[by_id]
     steps = steps[: np.searchsorted(steps, end)]
-    sums = torch.zeros((end, layer.d_in), dtype=torch.float64)
-    bags = _bags(steps)
+    sums = torch.zeros((end - first, layer.d_in), dtype=torch.float64)
+    before = int(np.searchsorted(steps, first))
+    bags = _bags(steps[before:]) + before
     most = space.total if layer.keys_are_float32 else tile_rows(layer.d_in, 1)
-    for number, first, last in _inside(bags, space.starts, most):
+    for number, one, last in _inside(bags, space.starts, most):
         check_stop(stop)
-        shard, rows = layer.shards[number], slice(bags[first], bags[last])
+        shard, rows = layer.shards[number], slice(bags[one], bags[last])
         positions = by_id[rows]
         if layer.keys_are_float32 and bags[last] <= space.starts[number + 1]:
             keys, places = shard.keys.rows(), positions - shard.start
@@ -117,12 +133,44 @@ def key_sums(layer: Layer, factors: np.ndarray, end: int, stop: Stop | None) -> 
         found = torch.nn.functional.embedding_bag(
             torch.from_numpy(places),
             keys,
-            torch.from_numpy(bags[first:last] - bags[first]),
+            torch.from_numpy(bags[one:last] - bags[one]),
             mode="sum",
             per_sample_weights=torch.from_numpy(factors[positions]),
         )
-        sums.index_add_(0, torch.from_numpy(steps[bags[first:last]]), found.double())
+        sums.index_add_(0, torch.from_numpy(steps[bags[one:last]] - first), found.double())
     return sums
+
+
+def key_sum(keys: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """What all rows of one step add up to, as `key_sums` adds them: float64 [d_in].
+
+    Args:
+        keys: float32 [n, d_in], in order of row id.
+        factors: float32 [n].
+    """
+    total = torch.zeros(keys.shape[1], dtype=torch.float64)
+    bags = torch.arange(0, len(keys), PRODUCT_ROWS)
+    rows = torch.arange(len(keys))
+    found = torch.nn.functional.embedding_bag(
+        rows, keys, bags, mode="sum", per_sample_weights=factors
+    )
+    for of_bag in found.double():
+        total += of_bag
+    return total
+
+
+def _by_id(layer: Layer) -> np.ndarray:
+    """Positions in order of row id, int64 [total]; each shard's ids are a range, of all or some of
+    an index's shards."""
+    ids = layer.space.ids
+    shift = [
+        place.start - shard.start
+        for place, shard in zip(layer.published.shards, layer.shards, strict=True)
+    ]
+    ranks = ids - np.repeat(shift, [shard.rows for shard in layer.shards])
+    by_id = np.empty(len(ids), np.int64)
+    by_id[ranks] = np.arange(len(ids))
+    return by_id
 
 
 def _bags(steps: np.ndarray) -> np.ndarray:
