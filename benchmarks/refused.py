@@ -46,7 +46,9 @@ def main() -> None:
         tokens = Path(folder) / "tokens.txt"
         tokens.write_text(f"refused:{TOKEN}\n")
         tokens.chmod(0o600)
-        settings = f"tokens: {tokens}\nlimits: {{waiting_mib: {LIMIT_MIB}}}\n"
+        # So many queries that also rows of a few numbers make 60 MiB.
+        limits = f"{{waiting_mib: {LIMIT_MIB}, max_queries: {1 << 20}}}"
+        settings = f"tokens: {tokens}\nlimits: {limits}\n"
         with (
             serving(arguments.index, settings) as server,
             grpc.insecure_channel(server.address) as channel,

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from dualform.engine.api.index import Index
+from dualform.questions import checks
 from dualform.serve import ServerLimits
 from dualform.v1 import attribution_pb2 as pb
 
@@ -45,6 +46,7 @@ BAD_QUERIES: dict[str, tuple[Any, str]] = {
     "NaN": (lambda q: tensor(with_value(q, np.nan)), "finite"),
     "Inf": (lambda q: tensor(with_value(q, np.inf)), "finite"),
     "minus Inf": (lambda q: tensor(with_value(q, -np.inf)), "finite"),
+    "Inf and minus Inf": (lambda q: tensor(with_value(-q * np.inf, np.inf)), "finite"),
     "empty batch": (lambda q: tensor(q[:0]), "empty batch"),
     "missing": (lambda q: None, "float32"),
     "1-D": (lambda q: tensor(q[0]), "[1, d_in]"),
@@ -71,6 +73,11 @@ def test_bad_queries(digits_server: Served, case: str) -> None:
     ):
         assert (refused.code, refused.fields) == (INVALID, ["queries"])
         assert words in refused.message
+
+
+def test_numbers_whose_sum_overflows_are_finite() -> None:
+    queries = np.full((2, 3), 3e38, np.float32)
+    assert checks.queries(queries) is queries
 
 
 def top_k(**changes: Any) -> Any:
@@ -106,6 +113,12 @@ REFUSED: dict[str, tuple[Any, grpc.StatusCode, str, list[str]]] = {
     "unknown layer, sums": (sums(layer="1"), NOT_FOUND, "'0', '2', '4'", ["layer"]),
     "unknown layer, output": (output(layer="1"), NOT_FOUND, "'0', '2', '4'", ["layer"]),
     "unknown index": (top_k(index="mnist"), NOT_FOUND, "there are: digits", ["index"]),
+    "unknown index, wrong queries": (
+        top_k(index="mnist", queries=pb.Tensor(shape=[1, 1])),
+        NOT_FOUND,
+        "there are: digits",
+        ["index"],
+    ),
     "unknown column": (top_k(where=where("colour", SIX)), INVALID, "colour", ["where"]),
     "unknown group": (top_k(group_by="colour"), INVALID, "colour", ["group_by"]),
     "unknown group, sums": (sums(group_by="colour"), INVALID, "colour", ["group_by"]),

@@ -55,12 +55,21 @@ def queries(value: object, field: str = "queries") -> npt.NDArray[np.float32]:
             "least 1",
             field,
         )
+    finite(value, field)
+    return np.ascontiguousarray(value)
+
+
+def finite(value: npt.NDArray[np.float32], field: str) -> None:
+    """Refuse a matrix, [n, d], that holds NaN or Inf, and say in which row."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        if np.isfinite(value.sum()):  # needs no array of as many booleans
+            return
     odd = np.flatnonzero(~np.isfinite(value).all(axis=1))
     if odd.size:
+        words = MATRICES[field]
         raise QuestionError(
             f"{words.one} {odd[0]} holds NaN or Inf; {words.many} must be finite", field=field
         )
-    return np.ascontiguousarray(value)
 
 
 def layers(value: object) -> tuple[tuple[str, npt.NDArray[np.float32]], ...]:

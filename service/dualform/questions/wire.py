@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dualform.questions.attributed import AttributedLayer
-from dualform.questions.checks import MATRICES, matrix_error
+from dualform.questions.checks import MATRICES, finite, matrix_error
 from dualform.questions.errors import QuestionError
 from dualform.questions.question import Field, Question, fields_of
 from dualform.questions.questions import QUESTIONS
@@ -143,7 +143,9 @@ def _matrix(tensor: pb.Tensor, field: str) -> npt.NDArray[np.float32]:
             "send float32 little-endian, row-major",
             field,
         )
-    return np.frombuffer(data, dtype="<f4").reshape(n, d).astype(np.float32)
+    sent = np.frombuffer(data, dtype="<f4").reshape(n, d)
+    finite(sent, field)  # before it is copied
+    return sent.astype(np.float32)
 
 
 def _id(value: pb.Value) -> int | str | None:

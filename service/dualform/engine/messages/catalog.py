@@ -317,7 +317,12 @@ class Catalog:
         self.devices.close()
 
     def _answered(self, request: Any, stop: Stop | None) -> Any:
-        question = request if isinstance(request, Question) else question_of(request)
+        if isinstance(request, Question):
+            question = request
+        else:
+            if getattr(request, "index", ""):
+                self._find(request.index)  # before its queries are unpacked
+            question = question_of(request)
         return _ANSWERS[type(question)](self, question, stop)
 
     def _list_indexes(self, question: IndexesQuestion, stop: Stop | None) -> pb.ListIndexesResponse:
