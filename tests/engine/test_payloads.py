@@ -82,6 +82,12 @@ def test_a_flipped_byte_is_found_where_it_is_read(tmp_path: Path) -> None:
         assert index.examples([1]) == [b"first"]
         with pytest.raises(DataLossError, match=r"examples\.bin.*byte 5"):
             index.examples([2])
+        file.unlink()
+        with pytest.raises(DataLossError, match=r"examples\.bin: missing"):
+            index.examples([1])
+        with pytest.raises(DataLossError, match=r"examples\.bin"):
+            index.verify_files()
+        assert index.damage is None  # no other answer is made of them
 
 
 MEASURE = """

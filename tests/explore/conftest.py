@@ -11,7 +11,7 @@ import pytest
 
 from dualform.client import AsyncClient
 
-from .memory import Digits, make_digits, make_texts
+from .memory import Digits, Many, make_digits, make_many, make_texts
 
 T = TypeVar("T")
 
@@ -24,6 +24,11 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Digits:
 @pytest.fixture(scope="session")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_texts(tmp_path_factory.mktemp("explore"))
+
+
+@pytest.fixture(scope="session")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Many:
+    return make_many(tmp_path_factory.mktemp("explore"))
 
 
 @pytest.fixture(scope="session")

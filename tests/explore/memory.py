@@ -116,6 +116,83 @@ def make_texts(folder: Path) -> Path:
     return folder / "texts"
 
 
+@dataclass(frozen=True)
+class Many:
+    """The index at `path` of 100,000 examples, each a class of its own, seen once; layer "0".
+
+    Attributes:
+        keys: float32 [100000, 3].
+        text: 10.5 MB, kept of examples 0, 7 and of the one with the largest weight for 7, `best`.
+        model: "FILE.py:FUNCTION", which prepares texts.
+    """
+
+    path: Path
+    keys: torch.Tensor
+    text: str
+    best: int
+    model: str
+
+
+def make_many(folder: Path) -> Many:
+    """A linear layer 3-2, trained by SGD in five steps."""
+    rows, text = 100_000, "it was a dark night; " * 500_000
+    torch.manual_seed(6)
+    model = nn.Sequential(nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    keys = torch.from_numpy(np.random.default_rng(5).standard_normal((rows, 3)).astype(np.float32))
+    with Recorder(model, optimizer, folder / "recording") as recorder:
+        for ids in torch.arange(rows).split(20_000):
+            recorder.annotate(label=ids, example=ids)
+            optimizer.zero_grad()
+            model(keys[ids]).square().mean().backward()
+            optimizer.step()
+        best = int((keys.double() @ keys[7].double()).argmax())
+        recorder.add_examples([best, 0, 7], [text] * 3)
+    build_index(folder / "recording", folder / "many")
+    weights = {name: value.tolist() for name, value in model.state_dict().items()}
+    (folder / "many.py").write_text(MANY.replace("WEIGHTS", repr(weights)))
+    return Many(folder / "many", keys, text, best, f"{folder / 'many.py'}:trained")
+
+
+def make_wide(folder: Path) -> tuple[Path, str]:
+    """An index of a layer with 100,000 output units, and its model, FILE.py:FUNCTION."""
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 100_000))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs, labels = torch.randn(60, 4), torch.randint(100_000, (60,))
+    with Recorder(model, optimizer, folder / "recording") as recorder:
+        for ids in torch.arange(60).split(20):
+            recorder.annotate(label=labels[ids], example=ids)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(inputs[ids]), labels[ids]).backward()
+            optimizer.step()
+    build_index(folder / "recording", folder / "wide")
+    torch.save((model.state_dict(), inputs), folder / "wide.pt")
+    (folder / "wide.py").write_text(WIDE.replace("FILE", str(folder / "wide.pt")))
+    return folder / "wide", f"{folder / 'wide.py'}:trained"
+
+
+MANY = """\
+import torch
+from torch import nn
+
+def trained():
+    model = nn.Sequential(nn.Linear(3, 2))
+    model.load_state_dict({name: torch.tensor(value) for name, value in WEIGHTS.items()})
+    return model, lambda text: torch.tensor([[text.count("dark") / 5e5, len(text) / 1e7, 1.0]])
+"""
+
+WIDE = """\
+import torch
+from torch import nn
+
+def trained():
+    model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 100_000))
+    weights, inputs = torch.load("FILE", weights_only=True)
+    model.load_state_dict(weights)
+    return model, inputs
+"""
+
 MODEL = """\
 import io
 import numpy as np

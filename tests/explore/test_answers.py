@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import shutil
 from dataclasses import replace
 from html import escape
 from pathlib import Path
@@ -12,19 +13,17 @@ import numpy as np
 import pytest
 import torch
 
-from dualform.client import AsyncClient, InvalidArgumentError, NotFoundError
+from dualform.client import AsyncClient, Client, InvalidArgumentError, NotFoundError
 from dualform.explore import Model, View, load_model, sections
 from dualform.explore.answers import Answer, Groups, Output, Parts, Refused
 from dualform.explore.asking import GROUPS_SHOWN, Asker, answer
 from dualform.explore.browsing import PER_PAGE, offered
 from dualform.explore.keys import key_of
-from dualform.explore.payloads import Nothing, Picture, Text
+from dualform.explore.payloads import MOST_LETTERS, Nothing, Picture, Text
 from dualform.explore.queries import Uploads, query_of
 from dualform.explore.scene import Scene
-from dualform.index import build_index
-from dualform.record import Recorder
 
-from .memory import STEPS, TEXTS, Digits, a_picture, batches, write_model
+from .memory import STEPS, TEXTS, Digits, Many, a_picture, batches, write_model
 
 
 def ask(client: AsyncClient, view: View, uploads: Uploads | None = None) -> Answer:
@@ -36,6 +35,14 @@ def ask(client: AsyncClient, view: View, uploads: Uploads | None = None) -> Answ
         return await answer(Asker(client, None, info, layer, view, lambda _: None), query)
 
     return asyncio.run(steps())
+
+
+def ask_of(path: Path, view: View) -> Answer:
+    client = AsyncClient.local(path)
+    try:
+        return ask(client, view)
+    finally:
+        asyncio.run(client.close())
 
 
 @pytest.mark.parametrize("example", [7, 300])
@@ -177,35 +184,61 @@ def test_a_text_has_its_tokens_weighed(reader: AsyncClient, texts: Path) -> None
     assert found.groups is None
 
 
-def test_a_great_many_classes_and_a_very_long_text(tmp_path: Path) -> None:
+@pytest.mark.parametrize("filters", [(), ("label > 500",)])
+def test_a_great_many_classes_and_a_very_long_text(many: Many, filters: tuple[str, ...]) -> None:
     """100,000 classes, 10 MB of text, and examples of which nothing was kept."""
-    rows, text = 100_000, "it was a dark night; " * 500_000
-    layer = torch.nn.Linear(3, 2)
-    model = torch.nn.Sequential(layer)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    keys = torch.from_numpy(np.random.default_rng(5).standard_normal((rows, 3)).astype(np.float32))
-    with Recorder(model, optimizer, tmp_path / "recording") as recorder:
-        for ids in torch.arange(rows).split(20_000):
-            recorder.annotate(label=ids, example=ids)
-            optimizer.zero_grad()
-            model(keys[ids]).square().sum().backward()
-            optimizer.step()
-        best = int((keys.double() @ keys[7].double()).argmax())
-        recorder.add_examples([best], [text])
-    build_index(tmp_path / "recording", tmp_path / "index")
-    client = AsyncClient.local(tmp_path / "index")
-    view = View(index="many", layer="0", example=7)
+    client = AsyncClient.local(many.path)
+    view = View(index="many", layer="0", example=7, filters=filters)
     found = ask(client, view)
-    assert isinstance(found.groups, Groups)
-    assert found.groups.more
-    assert len(found.groups.groups) == GROUPS_SHOWN
+    groups = found.groups
+    assert isinstance(groups, Groups)
+    assert groups.more
+    assert len(groups.groups) == GROUPS_SHOWN
     assert found.parts is None
+    weights = many.keys.double() @ many.keys[7].double()
+    for each in groups.groups:
+        assert each.weight == pytest.approx(float(weights[each.name]), rel=1e-6)
+    with Client.local(many.path) as other:
+        parts = other.dual_output("0", found.query.vector, where=view.where, group_by="label")
+    assert parts.groups is not None
+    of_classes = dict(zip(parts.groups, parts.values[0, :, found.unit or 0].tolist(), strict=True))
+    for each in groups.groups:
+        assert each.contribution == pytest.approx(of_classes.pop(each.name), rel=1e-5)
+    assert groups.others == pytest.approx(sum(of_classes.values()), abs=1e-5)
     assert not isinstance(found.by_weight, Refused)
-    assert found.by_weight[0].example == best
-    assert found.by_weight[0].payload == Text(text)
+    assert found.by_weight[0].example == many.best
+    begin = many.text[:MOST_LETTERS]
+    assert found.by_weight[0].payload == Text(begin, len(many.text) - MOST_LETTERS)
     assert isinstance(found.by_weight[1].payload, Nothing)
-    assert len(sections.whole(found, Scene(view, "1"))) < 100_000
+    html = sections.whole(found, Scene(view, "1"))
+    assert len(html) < 100_000
+    assert f"{len(many.text) - MOST_LETTERS:,} letters" in html
     asyncio.run(client.close())
+
+
+def test_what_was_kept_and_is_gone_leaves_the_rest(digits: Digits, tmp_path: Path) -> None:
+    """The file, or one payload of it that is not as it was written."""
+    kept = ask_of(digits.path, View(layer="2", example=7))
+    for name in ("gone", "damaged"):
+        shutil.copytree(digits.path, tmp_path / name)
+        file = tmp_path / name / "examples.bin"
+        if name == "gone":
+            file.unlink()
+        else:
+            bytes_ = bytearray(file.read_bytes())
+            bytes_[file.read_bytes().index(a_picture(digits, 7)[:60]) + 50] ^= 1
+            file.write_bytes(bytes_)
+        found = ask_of(tmp_path / name, View(layer="2", example=7))
+        assert found.output == kept.output
+        assert isinstance(found.query.payload, Nothing)
+        assert "examples.bin" in found.query.payload.trouble
+        html = sections.whole(found, Scene(View(layer="2", example=7), "1"))
+        assert escape(found.query.payload.trouble) in html
+        assert not isinstance(found.by_weight, Refused)
+        assert not isinstance(kept.by_weight, Refused)
+        for each, whole in zip(found.by_weight, kept.by_weight, strict=True):
+            assert replace(each, payload=whole.payload) == whole
+            assert each.example == 7 or (each.payload == whole.payload) == (name == "damaged")
 
 
 def test_examples_are_offered_by_pages(

@@ -332,17 +332,18 @@ class Server:
 
     async def _sweep(self) -> None:
         for name in self._catalog.names:
+            wrong = None
             try:
-                await asyncio.to_thread(self._catalog.verify, name, self._stopping.is_set)
+                wrong = await asyncio.to_thread(self._catalog.verify, name, self._stopping.is_set)
             except CancelledError:
                 return
             except Exception:
                 _LOG.exception("the files of index %s could not be checked", name)
             damage = self._catalog.damage(name)
-            if damage is None:
-                _LOG.info("index %s: all files are as written", name)
-            else:
+            if damage is not None:
                 _LOG.error("index %s is damaged: %s", name, damage)
+            elif wrong is None:
+                _LOG.info("index %s: all files are as written", name)
             await self._refresh()
 
 

@@ -137,6 +137,7 @@ class Groups:
         initial: What the initial weights left in the unit; None where it is not known.
         residual: What no row explains of it; likewise.
         output: The unit's value: initial, all classes and residual add up to it.
+        others: What all classes that are not among `groups` added; None where these are all.
     """
 
     column: str
@@ -145,6 +146,7 @@ class Groups:
     initial: float | None = None
     residual: float | None = None
     output: float | None = None
+    others: float | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -29,7 +29,7 @@ from dualform.explore.answers import (
 )
 from dualform.explore.behind import ranked
 from dualform.explore.keys import plain
-from dualform.explore.view import View
+from dualform.explore.view import View, among
 
 UNITS_SHOWN, GROUPS_SHOWN = 10, 24
 """So many are read at a glance; of more, the largest."""
@@ -65,11 +65,6 @@ class Asker:
         """The layer's output is the prediction."""
         last = last_layer(self.info)
         return last is not None and last.name == self.layer.name
-
-    @property
-    def weights_where(self) -> str | None:
-        """Which rows' weights count: those before the step too."""
-        return self.narrowed(None if self.view.step is None else f"step < {self.view.step}")
 
     def narrowed(self, *more: str | None) -> str | None:
         """The view's filters and more."""
@@ -225,7 +220,8 @@ async def _groups(asker: Asker, query: Query, column: str, unit: int | None) -> 
         rows = zip(names, found.scores[0], found.counts[0], strict=True)
         return {name: (float(score), int(count)) for name, score, count in rows if count}
 
-    weights = await sums(asker.weights_where, "absolute", GROUPS_SHOWN + 1)
+    until = None if asker.view.step is None else f"step < {asker.view.step}"
+    weights = await sums(asker.narrowed(until), "absolute", GROUPS_SHOWN + 1)
     added: dict[Any, Any] = {}
     if unit is not None:
         added = await sums(
@@ -237,7 +233,12 @@ async def _groups(asker: Asker, query: Query, column: str, unit: int | None) -> 
             at_step=asker.view.step,
             max_residual=asker.view.residual,
         )
+    more = max(len(weights), len(added)) > GROUPS_SHOWN
     best = list(added or weights)[:GROUPS_SHOWN]
+    light = [name for name in best if name not in weights]
+    if light:  # Their weights are not among the largest.
+        some = among(column, light)
+        weights |= await sums(asker.narrowed(until, some), "absolute", len(light))
     names = [best[place] for place in in_order(best)]
     found = [
         Group(
@@ -248,7 +249,6 @@ async def _groups(asker: Asker, query: Query, column: str, unit: int | None) -> 
         )
         for name in names
     ]
-    more = max(len(weights), len(added)) > GROUPS_SHOWN
     return Groups(column, tuple(found), more)
 
 
@@ -262,13 +262,13 @@ async def _accounted(
         whole = None if isinstance(found, Refused) else found
     if whole is None:
         return groups
+    initial, output = float(whole.initial[0, unit]), float(whole.values[0, unit])
     residual = None if whole.residual is None else float(whole.residual[0, unit])
-    return replace(
-        groups,
-        initial=float(whole.initial[0, unit]),
-        residual=residual,
-        output=float(whole.values[0, unit]),
-    )
+    others = None
+    if groups.more:
+        shown = sum(each.contribution or 0.0 for each in groups.groups)
+        others = output - initial - (residual or 0.0) - shown
+    return replace(groups, initial=initial, residual=residual, output=output, others=others)
 
 
 async def _parts(

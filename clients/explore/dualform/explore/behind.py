@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from dualform.client import AsyncClient, DualformError, ResourceExhaustedError, UnavailableError
+from dualform.client import AsyncClient, DualformError, UnavailableError
 from dualform.explore.answers import Behind
 from dualform.explore.keys import plain
-from dualform.explore.payloads import Nothing, Payload, Text, payload_of
+from dualform.explore.payloads import Nothing, Payload, Text, payload_of, shortened
 from dualform.explore.tokens import Marked, marked
 from dualform.explore.view import ExampleId, literal
 
@@ -56,7 +56,7 @@ async def ranked(
                 each.contribution,
                 each.count,
                 each.columns,
-                payload,
+                shortened(payload),
                 text,
             )
         )
@@ -66,13 +66,15 @@ async def ranked(
 async def payloads_of(
     client: AsyncClient, ids: Iterable[ExampleId | None], index: str | None
 ) -> list[Payload]:
-    """What was kept of examples; where all together are too much, one after the other."""
+    """What was kept of examples; where all together are refused, one after the other."""
     asked = list(ids)
     if not any(each is not None for each in asked):
         return [Nothing("training did not say which example it is") for _ in asked]
     try:
         return [payload_of(each) for each in await client.examples(asked, index=index)]
-    except ResourceExhaustedError:
+    except UnavailableError:
+        raise
+    except DualformError:  # too much at a time, or one of them is damaged
         pass
     found: list[Payload] = []
     for each in asked:
@@ -81,7 +83,7 @@ async def payloads_of(
         except UnavailableError:
             raise
         except DualformError as error:
-            found.append(Nothing(str(error)))
+            found.append(Nothing("what was kept can't be read", str(error)))
     return found
 
 

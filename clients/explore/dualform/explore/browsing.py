@@ -9,7 +9,7 @@ import numpy as np
 from dualform.client import AsyncClient, LayerInfo
 from dualform.explore.behind import payloads_of
 from dualform.explore.keys import plain
-from dualform.explore.payloads import Payload
+from dualform.explore.payloads import Payload, shortened
 from dualform.explore.view import ExampleId, View, literal
 
 PER_PAGE = 12
@@ -54,6 +54,6 @@ async def offered(
         }
     payloads = await payloads_of(client, ids, index)
     return tuple(
-        Offered(each, labels.get(each), payload)
+        Offered(each, labels.get(each), shortened(payload))
         for each, payload in zip(ids, payloads, strict=True)
     )

@@ -63,6 +63,8 @@ def lines_of(
     unit: int | None,
     column: str,
     whole: Whole | None = None,
+    *,
+    many: bool = False,
 ) -> Lines:
     """What is to be typed for the answers of a view; the query is in `QUERY_FILE`.
 
@@ -72,6 +74,7 @@ def lines_of(
         unit: That contributions go to; None for none.
         column: That classes are made of; "" for none.
         whole: What the whole network was asked; None where it was not.
+        many: There are more classes than are shown: the largest are asked for.
     """
     before = None if view.step is None else f"step < {view.step}"
     weights = _both(view, before)
@@ -84,11 +87,16 @@ def lines_of(
     added = {"rank_by": "contribution", "unit": unit, **output}
     if unit is not None:
         asked.append((name, {**given, **added}))
-    if column:
+    classes = {"by": column, "k": GROUPS_SHOWN, "order": "absolute"}
+    if many:
+        asked.append(("top_groups", {**classes, "where": weights}))
+    elif column:
         asked.append(("sums", {"group_by": column, "where": weights}))
     if unit is not None:
         asked.append(("dual_output", output))
-        if column:
+        if many:
+            asked.append(("top_groups", {**classes, **added}))
+        elif column:
             asked.append(("dual_output", {**output, "group_by": column}))
     python, commands = _python(source, view, asked), _commands(source, view, asked)
     if whole is not None:

@@ -105,11 +105,12 @@ def payload(
         more = f"<dt>…</dt><dd>{what.more} more</dd>" if what.more else ""
         return f'<dl class="cells">{cells}{more}</dl>'
     if isinstance(what, Nothing):
-        return f'<p class="nothing">{escape(what.why)}</p>'
+        trouble = f' title="{escape(what.trouble)}"' if what.trouble else ""
+        return f'<p class="nothing"{trouble}>{escape(what.why)}</p>'
     if text is not None:
         return f'<p class="text">{tokens(text)}</p>'
     shown = what.text[:MOST_LETTERS]
-    return f'<p class="text">{escape(shown)}{left_out(len(what.text) - len(shown))}</p>'
+    return f'<p class="text">{escape(shown)}{left_out(len(what.text) - len(shown) + what.more)}</p>'
 
 
 def tokens(text: Marked) -> str:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from html import escape
+from typing import Any
 from urllib.parse import parse_qs
 
 import numpy as np
@@ -16,9 +17,9 @@ from nicegui import events, ui
 
 from dualform.client import AsyncClient, DualformError, IndexInfo, LayerInfo, NotFoundError
 from dualform.explore import drawing, prediction, sections
-from dualform.explore.answers import Answer, Attributed, LogitParts, Network, Query, Refused
+from dualform.explore.answers import Answer, Attributed, Groups, LogitParts, Network, Query, Refused
 from dualform.explore.asking import Asker, answer, class_columns, last_layer
-from dualform.explore.browsing import offered
+from dualform.explore.browsing import Offered, offered
 from dualform.explore.controls import Change, Controls, Event
 from dualform.explore.curve import Curve, curves_of
 from dualform.explore.lines import QUERY_FILE, Whole, lines_of
@@ -61,6 +62,7 @@ class Page:
         self._layer: LayerInfo | None = None
         self._task: asyncio.Task[None] | None = None
         self._curves: dict[tuple[str, str, int], tuple[Curve, ...]] = {}
+        self._offered: tuple[Any, tuple[Offered, ...]] = (None, ())
         self._began = 0.0
         self._step = ""
         self._setting = False
@@ -177,6 +179,7 @@ class Page:
 
     def again(self) -> None:
         """The same once more."""
+        self._offered = (None, ())
         self.show(self._view, new=False)
 
     # What comes of it.
@@ -224,7 +227,7 @@ class Page:
         scene = self._scene(view, opened)
         self._set_controls(opened, scene, listed)
         self._tell("examples to pick from")
-        some = await offered(opened.client, opened.source.index, opened.layer, view)
+        some = await self._offered_of(opened, view)
         self._controls.picker.set_content(sections.picker(some, scene))
         self._tell("the training curve")
         curves = await self._curves_of(opened)
@@ -266,7 +269,8 @@ class Page:
         network = await self._network(asker, opened, found, show)
         show(network)
         whole = self._whole(query, network)
-        lines = lines_of(opened.source, view, found.unit, found.column, whole)
+        many = isinstance(found.groups, Groups) and found.groups.more
+        lines = lines_of(opened.source, view, found.unit, found.column, whole, many=many)
         controls.show_lines(lines.python, lines.commands)
 
     async def _network(
@@ -324,6 +328,15 @@ class Page:
         if key not in self._curves:
             self._curves[key] = await curves_of(opened.client, opened.source.index, opened.layer)
         return self._curves[key]
+
+    async def _offered_of(self, opened: Opened, view: View) -> tuple[Offered, ...]:
+        """The examples to pick from, asked for once: what was kept of them may be large."""
+        layer = opened.layer
+        key = (opened.source.name, opened.info.version, layer.row_space, view.after)
+        if self._offered[0] != key:
+            some = await offered(opened.client, opened.source.index, layer, view)
+            self._offered = (key, some)
+        return self._offered[1]
 
     def _set_controls(self, opened: Opened, scene: Scene, listed: Sequence[Source]) -> None:
         info, layer, view, controls = opened.info, opened.layer, scene.view, self._controls

@@ -32,9 +32,15 @@ class Picture:
 
 @dataclass(frozen=True)
 class Text:
-    """A text, whole."""
+    """A text.
+
+    Attributes:
+        text: Whole, or its begin.
+        more: So many letters behind that.
+    """
 
     text: str
+    more: int = 0
 
 
 @dataclass(frozen=True)
@@ -47,9 +53,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Nothing:
-    """Nothing to look at, and why."""
+    """Nothing to look at.
+
+    Attributes:
+        why: In words.
+        trouble: What went wrong; "" where nothing did.
+    """
 
     why: str
+    trouble: str = ""
 
 
 Payload = Picture | Text | Row | Nothing
@@ -73,6 +85,14 @@ def payload_of(kept: bytes | str | None) -> Payload:
             cells = [(str(name), _cell(value)) for name, value in data.items()]
             return Row(tuple(cells[:_MOST_CELLS]), max(0, len(cells) - _MOST_CELLS))
     return Text(kept)
+
+
+def shortened(payload: Payload) -> Payload:
+    """A payload of which no more is kept than can be shown."""
+    if not isinstance(payload, Text):
+        return payload
+    text = payload.text[:MOST_LETTERS]
+    return Text(text, payload.more + len(payload.text) - len(text))
 
 
 def media_of(kept: bytes) -> str | None:

@@ -26,7 +26,15 @@ from dualform.explore.asking import last_layer
 from dualform.explore.behind import payloads_of
 from dualform.explore.keys import Key, key_of
 from dualform.explore.model import Model
-from dualform.explore.payloads import Nothing, Payload, Picture, Text, media_of, payload_of
+from dualform.explore.payloads import (
+    Nothing,
+    Payload,
+    Picture,
+    Text,
+    media_of,
+    payload_of,
+    shortened,
+)
 from dualform.explore.tokens import marked
 from dualform.explore.view import ExampleId, View
 
@@ -147,7 +155,7 @@ async def query_of(
         key.columns,
         key.steps,
         key.places,
-        payload,
+        shortened(payload),
         text,
         await _inputs(client, index, view.example, payload, uploads.model),
         f"prepare(client.examples([{view.example!r}]{named})[0])",
@@ -191,8 +199,10 @@ async def _inputs(
 ) -> Any:
     """A training example as the model takes it, of what was kept of it; None where that is not
     known, Refused where it can't be made."""
-    if model is None or model.prepare is None or isinstance(payload, Nothing):
+    if model is None or model.prepare is None:
         return None
+    if isinstance(payload, Nothing):
+        return Refused(payload.trouble) if payload.trouble else None
     (kept,) = await client.examples([example], index=index)
     assert kept is not None
     try:
@@ -273,6 +283,7 @@ async def _modelled(
     text = marked(shown.text, {}, len(here)) if isinstance(shown, Text) else None
     at = f", place {number} of {len(here)}" if len(here) > 1 else ""
     said = f"{name}, as layer {layer.name} of the model sees it{at}"
+    shown = None if shown is None else shortened(shown)
     query = here[number : number + 1]
     token = number if len(here) > 1 else None
     return Query(

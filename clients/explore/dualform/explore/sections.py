@@ -11,6 +11,7 @@ from dualform.explore.answers import Answer, Query
 from dualform.explore.browsing import PER_PAGE, Offered
 from dualform.explore.cards import behind, telling
 from dualform.explore.markup import left_out, link, named, payload
+from dualform.explore.payloads import Nothing
 from dualform.explore.scene import Scene
 from dualform.explore.tables import groups, output, parts
 from dualform.explore.view import asked_about
@@ -89,6 +90,8 @@ def query(what: Query, scene: Scene) -> str:
         shown = f'<p class="text">{_places(what, scene)}</p>'
     elif what.payload is not None:
         shown = payload(what.payload, what.example, scene.view.index, scene.version, what.text)
+    if isinstance(what.payload, Nothing) and what.payload.trouble:
+        shown += f'<p class="refused" role="note">{escape(what.payload.trouble)}</p>'
     said = telling(what.columns, scene)
     line = f'<p class="said">{", ".join(said)}</p>' if said else ""
     return f"<h2>{named(title(what))}</h2>{shown}{line}<p class='said'>{escape(what.said)}</p>"

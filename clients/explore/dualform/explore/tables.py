@@ -100,6 +100,7 @@ def groups(found: Groups | Refused | None, unit: int | None, scene: Scene) -> st
     ]
     called = "" if unit is None else f"unit {named(scene.unit(unit, scene.view.layer))}"
     for name, value in (
+        (f"every other {named(found.column)}", found.others),
         ("initial weights", found.initial),
         ("no row explains", found.residual),
         (called, found.output),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from dualform.explore.payloads import MOST_LETTERS
 
@@ -79,7 +80,8 @@ def pieces_of(text: str, positions: int) -> Sequence[str] | None:
         return None
     if 0 <= len(text) - positions <= 1:
         return text
-    words = re.findall(r"\S+\s*", text)
+    # No more of them than would do: of a book whose beginning was read there are very many.
+    words = [each[0] for each in islice(re.finditer(r"\S+\s*", text), positions + 2)]
     return words if 0 <= len(words) - positions <= 1 else None
 
 

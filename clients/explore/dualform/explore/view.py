@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 from urllib.parse import urlencode
@@ -120,7 +120,7 @@ def of_upload(view: View, digest: str) -> View:
 
 def without(view: View, column: str, value: object) -> View:
     """The same view without the rows that have this value; None is that of rows without one."""
-    name = column if column.isidentifier() else '"' + column.replace('"', '""') + '"'
+    name = quoted(column)
     if value is None:
         text = f"{name} is not null"
     else:
@@ -131,6 +131,20 @@ def without(view: View, column: str, value: object) -> View:
 def filtered(view: View, text: str) -> View:
     """The same view with one filter more."""
     return view if text in view.filters else replace(view, filters=(*view.filters, text))
+
+
+def among(column: str, values: Sequence[object]) -> str:
+    """The filter of the rows that have one of these values; None is that of rows without one."""
+    some = ", ".join(literal(value) for value in values if value is not None)
+    parts = [f"{quoted(column)} in ({some})"] if some else []
+    if None in values:
+        parts.append(f"{quoted(column)} is null")
+    return " or ".join(parts)
+
+
+def quoted(column: str) -> str:
+    """A column's name as filters have it."""
+    return column if column.isidentifier() else '"' + column.replace('"', '""') + '"'
 
 
 def literal(value: object) -> str:

@@ -320,13 +320,13 @@ class Index(Keywords):
         return len(self.layer(layer).space.grouping(group_by, field).values)
 
     def examples(self, ids: Sequence[int | str]) -> list[bytes | str | None]:
-        """Payloads by example id, None where there is none."""
-        with self._guarded():
+        """Payloads by example id, None where there is none; damage to them is no other answer's."""
+        with self._guarded(), spared_damage():
             return self._examples.get(ids)
 
     def example_bytes(self, ids: Sequence[int | str]) -> int:
         """Bytes of these payloads together, known without reading them; 0 where it is not."""
-        with self._guarded():
+        with self._guarded(), spared_damage():
             return self._examples.sizes(ids)
 
     @contextmanager
@@ -400,7 +400,7 @@ class Index(Keywords):
 
         Raises:
             DataLossError: One differs; `damage` says which from now on, unless it is a file that
-                only makes answers cheaper: what goes without it is answered all the same.
+                only makes answers cheaper, or payloads: what goes without is answered all the same.
         """
         with self._guarded():
             for file in _until(stop, self._row_files()):
@@ -427,7 +427,7 @@ class Index(Keywords):
     def _needed(self) -> list[FileEntry | None]:
         """What answers need besides keys and values; None where there is no such file."""
         manifest = self._manifest
-        needed = [manifest.ledger, manifest.examples, manifest.payloads]
+        needed: list[FileEntry | None] = [manifest.ledger]
         for space in manifest.spaces:
             needed += [shard.sidecar for shard in space.shards]
         for layer in self.layers.values():
@@ -442,8 +442,8 @@ class Index(Keywords):
         return needed
 
     def _spared(self) -> list[FileEntry | None]:
-        """What only makes answers cheaper; None where there is no such file."""
-        spared: list[FileEntry | None] = []
+        """What only makes answers cheaper, or is looked at; None where there is no such file."""
+        spared = [self._manifest.examples, self._manifest.payloads]
         for layer in self.layers.values():
             published = layer.manifest
             spared += [

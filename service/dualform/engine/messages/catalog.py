@@ -222,23 +222,28 @@ class Catalog:
     def _opened(self, name: str, path: Path, before: Index | None = None) -> Entry:
         return opened_entry(name, path, self._opener, before)
 
-    def verify(self, name: str, stop: Stop | None = None) -> None:
+    def verify(self, name: str, stop: Stop | None = None) -> str | None:
         """Hash every file of an index that is open; `damage` then tells what was found.
 
         Args:
             name: One of `names`.
             stop: Returns True once nobody wants to know any more.
+
+        Returns:
+            What is wrong, of files too that answers go without; None where nothing was found.
         """
         entry = self._entries.get(name)
         index = None if entry is None else entry.index
         if index is None:
-            return
+            return None
         try:
             index.verify_files(stop)
         except CancelledError as error:
             _LOG.debug("checking the files of index %s ended: %s", name, error)
         except DataLossError as error:
             _LOG.warning("index %s: %s", name, error)
+            return str(error)
+        return None
 
     def answer(self, request: Any, stop: Stop | None = None) -> Any:
         """Answer a question, or a request message of `dualform.v1.AttributionService`.
