@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from typing import Any
 
 import numpy as np
@@ -186,6 +188,35 @@ def test_fused(kind: type[torch.optim.Optimizer]) -> None:
     view, runs = train(lambda groups: kind(groups, lr=0.03, weight_decay=0.1, fused=True), 5)  # type: ignore[call-arg]
     for run in runs.values():
         assert_close(follow(view, run).whole.weight, run.final, run.final.norm())
+
+
+CAPTURABLE = [kind for kind in CASES if "capturable" in inspect.signature(kind).parameters]
+
+
+@pytest.mark.parametrize("foreach", [False, True], ids=["loop", "foreach"])
+@pytest.mark.parametrize("kind", CAPTURABLE, ids=lambda kind: kind.__name__)
+def test_capturable(
+    kind: type[torch.optim.Optimizer], foreach: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's arithmetic for CUDA graphs: steps, and the factors that they give, are tensors.
+
+    torch asks that parameters lie on a GPU. That check alone is lifted; tests/gpu has no need to.
+    """
+    module = sys.modules[
+        torch.optim.Adam.__module__ if kind is torch.optim.AdamW else kind.__module__
+    ]
+    monkeypatch.setattr(module, "_get_capturable_supported_devices", lambda *_, **__: ["cpu"])
+    for settings in CASES[kind]:
+        options = {**settings, "foreach": foreach, "capturable": True}
+        view, runs = train(maker(kind, options), 6, change=change)
+        assert view.why_not is None
+        for run in runs.values():
+            followed = follow(view, run)
+            parts = followed.initial.weight + total([part.weight for part in followed.parts])
+            moved = sum(float(p.weight.norm()) for p in followed.parts)
+            # Torch's factors are float32 numbers, made by up to eight roundings of half a unit.
+            for got in (followed.whole.weight, parts):
+                assert float((got - run.final).norm()) <= 8 * 2.0**-24 * moved
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adagrad, torch.optim.Rprop])

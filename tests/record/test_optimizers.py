@@ -12,12 +12,14 @@ import contextlib
 import copy
 import logging
 import re
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 from torch import nn
@@ -315,6 +317,30 @@ def test_every_family_is_exact(tmp_path: Path, name: str) -> None:
                 )
                 found = np.nansum(hits.scores.astype(np.float64), axis=1) + parts.initial[:, 1]
                 np.testing.assert_allclose(found, total[:, 1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RAdam])
+def test_counts_on_the_device(
+    tmp_path: Path, kind: type[torch.optim.Adam], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`capturable`: torch's own arithmetic has float32 factors then, and the ledger says so.
+
+    torch asks for a GPU; that check alone is lifted.
+    """
+    for name in ("torch.optim.adam", "torch.optim.radam"):
+        module = sys.modules[name]
+        monkeypatch.setattr(module, "_get_capturable_supported_devices", lambda *_, **__: ["cpu"])
+    for capturable in (True, False):
+        path = tmp_path / str(capturable)
+        path.mkdir()
+        trained = train(
+            path, lambda model, c=capturable: kind(model.parameters(), lr=0.01, capturable=c)
+        )
+        assert_exact(trained)
+        # One that has nothing to say is written as older versions read it.
+        ledger = pq.read_table(trained.path / "ledger.parquet")
+        assert ("float32" in ledger.column_names) == capturable
+        assert not capturable or all(ledger.column("float32").to_pylist())
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,21 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dualform.optimizers.family import Family, Transition, Whole, number, same_names, seen
+from dualform.optimizers.family import (
+    Family,
+    Transition,
+    Whole,
+    bias_correction,
+    counts_in_float32,
+    number,
+    same_names,
+    seen,
+)
 
 
 class AdamSettings(NamedTuple):
-    """What Adam's step depends on; `nth` is the parameter's own count of steps, from 1."""
+    """What Adam's step depends on; `nth` is the parameter's own count of steps, from 1, and
+    `float32` whether torch has bias corrections of single precision."""
 
     lr: float
     beta1: float
@@ -22,6 +32,7 @@ class AdamSettings(NamedTuple):
     maximize: bool
     decoupled: bool
     nth: int
+    float32: bool = False
 
 
 class Adam(Family):
@@ -48,6 +59,7 @@ class Adam(Family):
             bool(group["maximize"]),
             bool(decoupled),
             nth,
+            counts_in_float32(group),
         )
 
     def follows_whole(self, settings: AdamSettings) -> bool:
@@ -56,7 +68,7 @@ class Adam(Family):
     def transition(
         self, settings: AdamSettings, first: bool, whole: Whole, gradient: torch.Tensor
     ) -> Transition:
-        lr, beta1, beta2, eps, decay, amsgrad, maximize, decoupled, nth = settings
+        lr, beta1, beta2, eps, decay, amsgrad, maximize, decoupled, nth, float32 = settings
         coupled = 0.0 if decoupled else decay
         sign = -1.0 if maximize else 1.0
         adjusted = seen(gradient, maximize, coupled, whole)
@@ -65,8 +77,8 @@ class Adam(Family):
             second = torch.maximum(whole["max_exp_avg_sq"], second, out=whole["max_exp_avg_sq"])
         # lr / (1 - beta1^n) over sqrt(v / (1 - beta2^n)) + eps, the corrections taken out of it
         # so that the second moment is passed over as seldom as can be.
-        root = (1 - beta2**nth) ** 0.5
-        step_size = second.new_tensor(-lr * root / (1 - beta1**nth))
+        root = bias_correction(beta2, nth, float32) ** 0.5
+        step_size = second.new_tensor(-lr * root / bias_correction(beta1, nth, float32))
         denominator = second.sqrt().add_(eps * root)
         return Transition(
             mm=beta1,
@@ -96,8 +108,12 @@ class Adam(Family):
         for moment, each in zip(moments.unbind(), settings, strict=True):
             second = moment.add_(second, alpha=each.beta2)
         whole["exp_avg_sq"] = second.clone()
-        roots = column((1 - each.beta2**each.nth) ** 0.5 for each in settings)
-        sizes = column(-each.lr / (1 - each.beta1**each.nth) for each in settings) * roots
+        roots = column(
+            bias_correction(each.beta2, each.nth, each.float32) ** 0.5 for each in settings
+        )
+        sizes = column(
+            -each.lr / bias_correction(each.beta1, each.nth, each.float32) for each in settings
+        ).mul_(roots)
         denominators = moments.sqrt_().add_(column(each.eps for each in settings) * roots)
         factors = torch.div(sizes, denominators, out=denominators).unbind()
         return [

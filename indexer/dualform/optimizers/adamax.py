@@ -7,11 +7,21 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dualform.optimizers.family import Family, Transition, Whole, number, same_names, seen
+from dualform.optimizers.family import (
+    Family,
+    Transition,
+    Whole,
+    bias_correction,
+    counts_in_float32,
+    number,
+    same_names,
+    seen,
+)
 
 
 class AdamaxSettings(NamedTuple):
-    """What Adamax's step depends on; `nth` is the parameter's own count of steps, from 1."""
+    """What Adamax's step depends on; `nth` is the parameter's own count of steps, from 1, and
+    `float32` whether torch has bias corrections of single precision."""
 
     lr: float
     beta1: float
@@ -20,6 +30,7 @@ class AdamaxSettings(NamedTuple):
     weight_decay: float
     maximize: bool
     nth: int
+    float32: bool = False
 
 
 class Adamax(Family):
@@ -43,6 +54,7 @@ class Adamax(Family):
             number(group["weight_decay"]),
             bool(group["maximize"]),
             nth,
+            counts_in_float32(group),
         )
 
     def follows_whole(self, settings: AdamaxSettings) -> bool:
@@ -51,7 +63,7 @@ class Adamax(Family):
     def transition(
         self, settings: AdamaxSettings, first: bool, whole: Whole, gradient: torch.Tensor
     ) -> Transition:
-        lr, beta1, beta2, eps, decay, maximize, nth = settings
+        lr, beta1, beta2, eps, decay, maximize, nth, float32 = settings
         adjusted = seen(gradient, maximize, decay, whole)
         largest = whole["exp_inf"].mul_(beta2)
         torch.maximum(largest, adjusted.abs().add_(eps), out=largest)
@@ -60,6 +72,6 @@ class Adamax(Family):
             mw=(1 - beta1) * decay,
             mg=(1 - beta1) * (-1.0 if maximize else 1.0),
             ww=1.0,
-            wm=largest.reciprocal().mul_(-lr / (1 - beta1**nth)),
+            wm=largest.reciprocal().mul_(-lr / bias_correction(beta1, nth, float32)),
             wg=0.0,
         )

@@ -186,6 +186,23 @@ def seen(
     return gradient.clone() if writable else gradient
 
 
+def counts_in_float32(group: Mapping[str, Any]) -> bool:
+    """Whether torch's step takes its factors from a float32 tensor that counts steps.
+
+    So it does for CUDA graphs, `capturable`; fused kernels compute in float64 all the same.
+    """
+    graphs = bool(group.get("capturable")) and not group.get("fused")
+    return graphs and torch.get_default_dtype() != torch.float64
+
+
+def bias_correction(beta: float, nth: int, float32: bool) -> float:
+    """1 - beta^n (Kingma and Ba, 2015, section 3), rounded as torch does where it
+    `counts_in_float32`: of 1e-3 in the first step, that leaves five digits."""
+    if float32:
+        return float(1 - beta ** torch.tensor(nth, dtype=torch.float32))
+    return 1 - beta**nth
+
+
 def number(value: Any) -> float:
     """A setting that may be a tensor, as a Python float."""
     return float(value)

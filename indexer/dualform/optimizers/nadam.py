@@ -7,12 +7,22 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dualform.optimizers.family import Family, Transition, Whole, number, same_names, seen
+from dualform.optimizers.family import (
+    Family,
+    Transition,
+    Whole,
+    bias_correction,
+    counts_in_float32,
+    number,
+    same_names,
+    seen,
+)
 
 
 class NAdamSettings(NamedTuple):
-    """What NAdam's step depends on; `nth` is the parameter's own count of steps, from 1, and
-    `mu_product` the product of its momentum coefficients up to this step, as rounded by torch."""
+    """What NAdam's step depends on; `nth` is the parameter's own count of steps, from 1,
+    `mu_product` the product of its momentum coefficients up to this step, as rounded by torch, and
+    `float32` whether torch has bias corrections of single precision."""
 
     lr: float
     beta1: float
@@ -24,6 +34,7 @@ class NAdamSettings(NamedTuple):
     decoupled: bool
     mu_product: float
     nth: int
+    float32: bool = False
 
 
 class NAdam(Family):
@@ -53,6 +64,7 @@ class NAdam(Family):
             bool(group.get("decoupled_weight_decay", False)),
             number(before * _mu(beta1, decay, nth)),
             nth,
+            counts_in_float32(group),
         )
 
     def follows_whole(self, settings: NAdamSettings) -> bool:
@@ -61,12 +73,14 @@ class NAdam(Family):
     def transition(
         self, settings: NAdamSettings, first: bool, whole: Whole, gradient: torch.Tensor
     ) -> Transition:
-        lr, beta1, beta2, eps, decay, momentum_decay, maximize, decoupled, product, nth = settings
+        lr, beta1, beta2, eps, decay, momentum_decay, maximize, decoupled, product, nth, float32 = (
+            settings
+        )
         coupled = 0.0 if decoupled else decay
         sign = -1.0 if maximize else 1.0
         adjusted = seen(gradient, maximize, coupled, whole)
         second = whole["exp_avg_sq"].mul_(beta2).addcmul_(adjusted, adjusted, value=1 - beta2)
-        per_unit = second.div(1 - beta2**nth).sqrt_().add_(eps).reciprocal_()
+        per_unit = second.div(bias_correction(beta2, nth, float32)).sqrt_().add_(eps).reciprocal_()
         mu = _mu(beta1, momentum_decay, nth)
         mu_next = _mu(beta1, momentum_decay, nth + 1)
         of_gradient = per_unit * (-lr * (1 - mu) / (1 - product))

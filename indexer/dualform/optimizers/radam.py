@@ -7,11 +7,21 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dualform.optimizers.family import Family, Transition, Whole, number, same_names, seen
+from dualform.optimizers.family import (
+    Family,
+    Transition,
+    Whole,
+    bias_correction,
+    counts_in_float32,
+    number,
+    same_names,
+    seen,
+)
 
 
 class RAdamSettings(NamedTuple):
-    """What RAdam's step depends on; `nth` is the parameter's own count of steps, from 1."""
+    """What RAdam's step depends on; `nth` is the parameter's own count of steps, from 1, and
+    `float32` whether torch has bias corrections of single precision."""
 
     lr: float
     beta1: float
@@ -21,6 +31,7 @@ class RAdamSettings(NamedTuple):
     maximize: bool
     decoupled: bool
     nth: int
+    float32: bool = False
 
 
 class RAdam(Family):
@@ -45,6 +56,7 @@ class RAdam(Family):
             bool(group["maximize"]),
             bool(group.get("decoupled_weight_decay", False)),
             nth,
+            counts_in_float32(group),
         )
 
     def follows_whole(self, settings: RAdamSettings) -> bool:
@@ -53,16 +65,16 @@ class RAdam(Family):
     def transition(
         self, settings: RAdamSettings, first: bool, whole: Whole, gradient: torch.Tensor
     ) -> Transition:
-        lr, beta1, beta2, eps, decay, maximize, decoupled, nth = settings
+        lr, beta1, beta2, eps, decay, maximize, decoupled, nth, float32 = settings
         coupled = 0.0 if decoupled else decay
         sign = -1.0 if maximize else 1.0
         adjusted = seen(gradient, maximize, coupled, whole)
         second = whole["exp_avg_sq"].mul_(beta2).addcmul_(adjusted, adjusted, value=1 - beta2)
-        step_size = lr / (1 - beta1**nth)
-        rectified = _rectified(beta2, nth)
+        step_size = lr / bias_correction(beta1, nth, float32)
+        rectified = _rectified(beta2, nth, float32)
         wm: float | torch.Tensor = -step_size
         if rectified is not None:
-            factor = -step_size * rectified * (1 - beta2**nth) ** 0.5
+            factor = -step_size * rectified * bias_correction(beta2, nth, float32) ** 0.5
             wm = second.sqrt().add_(eps).reciprocal_().mul_(factor)
         return Transition(
             mm=beta1,
@@ -74,10 +86,15 @@ class RAdam(Family):
         )
 
 
-def _rectified(beta2: float, nth: int) -> float | None:
-    """The variance's rectification; None while the second moment is not used (section 3.2)."""
+def _rectified(beta2: float, nth: int, float32: bool) -> float | None:
+    """The variance's rectification; None while the second moment is not used (section 3.2).
+
+    The length is what is left of two numbers of some thousands: in float32, four digits.
+    """
     longest = 2 / (1 - beta2) - 1
-    length = longest - 2 * nth * beta2**nth / (1 - beta2**nth)
+    count = torch.tensor(nth, dtype=torch.float32 if float32 else torch.float64)
+    power = beta2**count
+    length = float(longest - 2 * count * power / (1 - power))
     if length <= 5:
         return None
     above = (length - 4) * (length - 2) * longest

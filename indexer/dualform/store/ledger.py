@@ -50,10 +50,18 @@ class LedgerRow(NamedTuple):
 
 
 @cache
-def schema(family: Family) -> pa.Schema:
-    """The ledger's columns for a family: its settings between what every ledger has."""
+def schema(family: Family, usual: bool = False) -> pa.Schema:
+    """The ledger's columns for a family: its settings between what every ledger has.
+
+    Args:
+        family: The optimizer's.
+        usual: Without the settings that have a default; a ledger in which all have theirs is
+            written so, and read by versions that did not know them.
+    """
     kinds = get_type_hints(family.settings_type)
-    settings = [(name, _TYPES[kinds[name]]) for name in family.settings_type._fields]
+    left_out = family.settings_type._field_defaults if usual else ()
+    names = [name for name in family.settings_type._fields if name not in left_out]
+    settings = [(name, _TYPES[kinds[name]]) for name in names]
     fields = [pa.field(name, kind, nullable=False) for name, kind in (*_BEFORE, *settings, *_AFTER)]
     return pa.schema(fields, metadata={_FAMILY: family.name.encode()})
 
@@ -189,11 +197,16 @@ def to_parquet(rows: Sequence[LedgerRow]) -> bytes:
         "step": [row.step for row in rows],
         "parameter": [row.parameter for row in rows],
     }
-    for i, name in enumerate(family.settings_type._fields):
-        columns[name] = [row.settings[i] for row in rows]
+    defaults = family.settings_type._field_defaults
+    usual = all(
+        getattr(row.settings, name) == value for name, value in defaults.items() for row in rows
+    )
+    expected = schema(family, usual)
+    for name in expected.names[len(_BEFORE) : -len(_AFTER)]:
+        columns[name] = [getattr(row.settings, name) for row in rows]
     for name, _ in _AFTER:
         columns[name] = [getattr(row, name) for row in rows]
-    return write_parquet(pa.table(columns, schema=schema(family)))
+    return write_parquet(pa.table(columns, schema=expected))
 
 
 def from_parquet(data: bytes) -> list[LedgerRow]:
@@ -209,11 +222,12 @@ def from_parquet(data: bytes) -> list[LedgerRow]:
             f"a ledger of the optimizer family {name!r}, which this dualform does not know"
         )
     family = FAMILIES[name]
-    expected = schema(family)
+    usual = table.column_names == schema(family, usual=True).names
+    expected = schema(family, usual)
     if table.column_names != expected.names:
         raise pa.ArrowInvalid(f"columns {table.column_names} where {expected.names} belong")
     columns = [column.to_pylist() for column in table.cast(expected).columns]
-    kind, width = family.settings_type, len(family.settings_type._fields)
+    kind, width = family.settings_type, len(expected) - len(_BEFORE) - len(_AFTER)
     return [
         LedgerRow(row[0], row[1], kind(*row[2 : 2 + width]), *row[2 + width :])
         for row in zip(*columns, strict=True)
