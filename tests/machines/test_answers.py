@@ -24,6 +24,7 @@ from dualform.questions import (
     AttributeQuestion,
     ExplainQuestion,
     OutputQuestion,
+    SelfInfluenceQuestion,
     StreamWeightsQuestion,
     SumsQuestion,
     TopGroupsQuestion,
@@ -225,6 +226,21 @@ def test_attribute(whole: Index, parts: SpreadIndex, k: int | None) -> None:
         assert (a is None) == (b is None)
         if b is not None:
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"by": "label"}, {"by": "label", "where": WHERE, "first": 2, "count": 3}, {"first": 5000}],
+    ids=str,
+)
+def test_self_influence(whole: Index, parts: SpreadIndex, options: dict[str, Any]) -> None:
+    """Also of a step whose rows are on two machines: a label has rows of it on both."""
+    question = SelfInfluenceQuestion(LAYER, **options)
+    ours, theirs = parts.self_influence(question), whole.self_influence(question)
+    assert ours.groups.equals(theirs.groups)
+    np.testing.assert_allclose(ours.scores, theirs.scores, rtol=1e-12, atol=0)
+    np.testing.assert_array_equal(ours.counts, theirs.counts)
+    assert (ours.total, ours.coverage) == (theirs.total, theirs.coverage)
 
 
 def test_weights_in_row_order(whole: Index, parts: SpreadIndex) -> None:

@@ -11,12 +11,14 @@ import pyarrow as pa
 import torch
 
 from dualform.engine.api.opened import asked_contribution, last_step, query_tensor
-from dualform.engine.api.results import DualOutput, Sums, TopGroups, TopK
-from dualform.engine.api.totals import check_groups, output_of
+from dualform.engine.api.results import DualOutput, SelfInfluence, Sums, TopGroups, TopK
+from dualform.engine.api.totals import check_groups, influenced_groups, output_of
 from dualform.engine.groups.best import BestGroups, best_groups
 from dualform.engine.groups.ranked import block_queries
+from dualform.engine.groups.self_influence import self_influence_of_rows
 from dualform.engine.topk.followed_along import check_cost
 from dualform.engine.totals import outputs
+from dualform.engine.totals.coefficients import step_coefficients
 from dualform.engine.totals.outputs import PreparedOutput
 from dualform.engine.totals.stored_parts import made_of
 from dualform.machines import asked, merging
@@ -27,6 +29,7 @@ from dualform.questions import (
     MAX_RESIDUAL,
     OutputQuestion,
     Question,
+    SelfInfluenceQuestion,
     SumsQuestion,
     TopGroupsQuestion,
     TopKQuestion,
@@ -85,6 +88,35 @@ def top_groups(spread: Spread, question: TopGroupsQuestion) -> TopGroups:
         counts=np.append(found.counts, 0)[best.codes],
         coverage=found.coverage,
         plan=found.plan,
+    )
+
+
+def self_influence(spread: Spread, question: SelfInfluenceQuestion) -> SelfInfluence:
+    """What groups' rows did to their own part of the loss: each machine's, added up; of a step
+    that several have rows of, a group's rows are put together here."""
+    layer, opened = spread.layer, spread.opened
+    first, last, total = influenced_groups(opened, layer, question)
+    groups = layer.space.grouping(question.by, "by").values[first:last]
+    shared, before = set(), -1
+    for of_first, of_last in spread.ask(asked.steps_of, layer.name):
+        shared |= {of_first} & {before}
+        before = of_last
+    parts = spread.ask(asked.influence, question, groups, sorted(shared))
+    found = self_influence_of_rows(
+        torch.from_numpy(np.concatenate([part.keys for part in parts])),
+        torch.from_numpy(np.concatenate([part.values for part in parts])),
+        np.concatenate([part.codes for part in parts]),
+        np.concatenate([part.steps for part in parts]),
+        step_coefficients(opened.ledger, layer.manifest),
+        len(groups),
+        spread.stop,
+    )
+    return SelfInfluence(
+        groups=groups,
+        scores=found + sum(part.scores for part in parts),
+        counts=np.asarray(sum(part.counts for part in parts)),
+        total=total,
+        coverage=spread.coverage([part.coverage for part in parts]),
     )
 
 

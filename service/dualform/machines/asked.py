@@ -15,9 +15,10 @@ from dualform.engine.api.results import Coverage, Sums, TopK
 from dualform.engine.api.several import prepare_layer
 from dualform.engine.api.totals import all_groups
 from dualform.engine.groups.attributed import layer_sums
+from dualform.engine.groups.self_influence import self_influence
 from dualform.engine.memory.exact import ExactWeights
 from dualform.engine.messages import needs
-from dualform.engine.totals.coefficients import layer_coefficients
+from dualform.engine.totals.coefficients import layer_coefficients, step_coefficients
 from dualform.engine.totals.metric import Head, Passed
 from dualform.engine.totals.row_parts import rows_part
 from dualform.engine.totals.streams import chunk_weights, in_row_order
@@ -27,6 +28,7 @@ from dualform.machines.units import Units, with_units
 from dualform.questions import (
     AttributeQuestion,
     OutputQuestion,
+    SelfInfluenceQuestion,
     StreamWeightsQuestion,
     SumsQuestion,
     TopGroupsQuestion,
@@ -116,9 +118,70 @@ def attributed_sums(
         return grouping.values, layer_sums(one, 0, question.inputs, here.stop)
 
 
-def first_step(here: Here, name: str) -> int:
-    """The first step that the part has rows of a layer of."""
-    return int(here.index.layer(name).space.steps.min())
+def steps_of(here: Here, name: str) -> tuple[int, int]:
+    """The first and the last step that the part has rows of a layer of."""
+    steps = here.index.layer(name).space.steps
+    return int(steps.min()), int(steps.max())
+
+
+@dataclass(frozen=True)
+class Influence:
+    """What a part's rows did to their own part of the loss, and the rows of steps of which others
+    have rows too.
+
+    Attributes:
+        scores: float64 [groups].
+        counts: int64 [groups], rows that take part, the others among them.
+        coverage: Of all rows that pass the filter.
+        keys, values: float32 [m, d_in] and [m, d_out], of the others.
+        codes, steps: int64 [m], likewise.
+    """
+
+    scores: np.ndarray
+    counts: np.ndarray
+    coverage: Coverage
+    keys: np.ndarray
+    values: np.ndarray
+    codes: np.ndarray
+    steps: np.ndarray
+
+
+def influence(
+    here: Here, question: SelfInfluenceQuestion, groups: pa.Array, shared: Sequence[int]
+) -> Influence:
+    """Self-influence, of SGD's family.
+
+    Args:
+        here: The part.
+        question: What is asked.
+        groups: Values of `by`, [groups]: those that it is asked of.
+        shared: Steps that others have rows of.
+    """
+    here.take(needs.of_self_influence(here.index, question, len(groups)))
+    layer = here.index.layer(question.layer)
+    with here.index.using(layer) as opened:
+        grouping = layer.space.grouping(question.by, "by")
+        selected = layer.space.select(question.where, stop=here.stop)
+        _, (ours, theirs) = union([grouping.values, groups])
+        place = np.full(max(ours.max(initial=-1), theirs.max(initial=-1)) + 1, -1, np.int64)
+        place[theirs] = np.arange(len(groups))
+        codes, steps = place[ours][grouping.codes], layer.space.steps
+        inside = selected & (codes >= 0)
+        elsewhere = inside & np.isin(steps, shared)
+        coefficients = step_coefficients(opened.ledger, layer.manifest)
+        scores = self_influence(
+            layer, codes, inside & ~elsewhere, coefficients, len(groups), here.stop
+        )
+        rows = np.flatnonzero(elsewhere)
+        return Influence(
+            scores=scores,
+            counts=np.bincount(codes[inside], minlength=len(groups)),
+            coverage=Coverage.of(layer, selected),
+            keys=layer.keys_at(rows).numpy(),
+            values=layer.value_rows(rows).numpy(),
+            codes=codes[rows],
+            steps=steps[rows],
+        )
 
 
 def forwards(here: Here, name: str, units: Units) -> dict[int, Passed]:

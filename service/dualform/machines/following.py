@@ -105,7 +105,7 @@ def follow(spread: Spread, units: Sequence[int], last: int) -> dict[int, Sequenc
     if not units:
         return {}
     layer, metrics = spread.layer, spread.opened.metrics
-    firsts = [min(step, last) for step in spread.ask(asked.first_step, layer.name)]
+    firsts = [min(first, last) for first, _ in spread.ask(asked.steps_of, layer.name)]
     ranges = list(pairwise([0, *firsts[1:], last]))
     at = {unit: metrics.start(layer, unit, last) for unit in units}
     forwards: list[Units] = []

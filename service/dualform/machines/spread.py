@@ -18,6 +18,7 @@ from dualform.engine.api.results import (
     TopK,
     WeightsChunk,
 )
+from dualform.engine.api.totals import self_influence as self_influence_here
 from dualform.engine.devices.devices import Devices
 from dualform.engine.errors import DataLossError, EngineError, FailedPreconditionError
 from dualform.engine.memory.layer import Layer
@@ -25,7 +26,7 @@ from dualform.engine.memory.shards import Stop
 from dualform.engine.messages.versions import Version
 from dualform.engine.totals.streams import CHUNK_BYTES, chunk_rows
 from dualform.machines import asked
-from dualform.machines.answers import ANSWERS
+from dualform.machines.answers import ANSWERS, self_influence
 from dualform.machines.asking import Spread
 from dualform.machines.attributing import attribute
 from dualform.machines.fleet import Fleet, Lost
@@ -174,8 +175,12 @@ class SpreadIndex(Index):
     def self_influence(
         self, question: SelfInfluenceQuestion, stop: Stop | None = None
     ) -> SelfInfluence:
-        """Refused: the rows that a group has in a step may be on several machines."""
-        raise _refused("SelfInfluenceQuestion")
+        """What groups' rows did to their own part of the loss."""
+        layer = self.layer(question.layer)
+        with self._guarded():
+            if not layer.rows:
+                return self_influence_here(self._here, self._rowless[layer.name], question, stop)
+            return self_influence(self._spread(layer, stop), question)
 
     def chunks(
         self,

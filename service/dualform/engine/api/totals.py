@@ -158,6 +158,25 @@ def self_influence(
     Raises:
         FailedPreconditionError: Each step has its own metric, or the layer has no values.
     """
+    first, last, total = influenced_groups(opened, layer, question)
+    grouping = layer.space.grouping(question.by, "by")
+    selected = layer.space.select(question.where, stop=stop)
+    inside = selected & (grouping.codes >= first) & (grouping.codes < last)
+    codes = grouping.codes - first
+    coefficients = step_coefficients(opened.ledger, layer.manifest)
+    return SelfInfluence(
+        groups=grouping.values[first:last],
+        scores=influence_of(layer, codes, inside, coefficients, last - first, stop),
+        counts=np.bincount(codes[inside], minlength=last - first),
+        total=total,
+        coverage=Coverage.of(layer, selected),
+    )
+
+
+def influenced_groups(
+    opened: Opened, layer: Layer, question: SelfInfluenceQuestion
+) -> tuple[int, int, int]:
+    """Which groups a question is about, half-open, and how many there are; errors as above."""
     grouping = layer.space.grouping(question.by, "by")
     check_groups(question.by, grouping.values)
     total = len(grouping.values) - grouping.values.null_count
@@ -170,19 +189,8 @@ def self_influence(
             field="layer",
             reason="NO_COEFFICIENTS",
         )
-    selected = layer.space.select(question.where, stop=stop)
     last = total if question.count is None else min(total, question.first + question.count)
-    first = min(question.first, last)
-    inside = selected & (grouping.codes >= first) & (grouping.codes < last)
-    codes = grouping.codes - first
-    coefficients = step_coefficients(opened.ledger, layer.manifest)
-    return SelfInfluence(
-        groups=grouping.values[first:last],
-        scores=influence_of(layer, codes, inside, coefficients, last - first, stop),
-        counts=np.bincount(codes[inside], minlength=last - first),
-        total=total,
-        coverage=Coverage.of(layer, selected),
-    )
+    return min(question.first, last), last, total
 
 
 def dual_output(

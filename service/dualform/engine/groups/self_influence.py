@@ -10,6 +10,7 @@ estimated from checkpoints. What later steps made of it, by momentum and decay, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,17 +48,68 @@ def self_influence(
     """Of one layer, float64 [groups]; not finite where a row is not.
 
     Args:
-        layer: Whose rows.
+        layer: Whose rows; all that a group has in a step, if any of them is selected.
         codes: int [total], by position the group of each.
         selected: bool [total], by position: the rows that take part.
         coefficients: What each row counted in its own step.
         groups: How many there are.
         stop: Asked between blocks.
     """
-    cells = _cells(codes, layer.space.steps, np.flatnonzero(selected))
+
+    def read(positions: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        return layer.keys_at(positions), layer.value_rows(positions)
+
+    positions, steps = np.flatnonzero(selected), layer.space.steps
+    numbers = layer.d_in + layer.d_out
+    return _lowered(read, numbers, positions, codes, steps, coefficients, groups, stop)
+
+
+def self_influence_of_rows(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    codes: np.ndarray,
+    steps: np.ndarray,
+    coefficients: LayerCoefficients,
+    groups: int,
+    stop: Stop | None,
+) -> np.ndarray:
+    """Likewise of rows by themselves.
+
+    Args:
+        keys: float32 [m, d_in].
+        values: float32 [m, d_out].
+        codes, steps: int64 [m], of each row.
+        coefficients, groups, stop: As for `self_influence`.
+    """
+
+    def read(places: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        which = torch.from_numpy(places)
+        return keys[which], values[which]
+
+    numbers = keys.shape[1] + values.shape[1]
+    every = np.arange(len(keys))
+    return _lowered(read, numbers, every, codes, steps, coefficients, groups, stop)
+
+
+_Read = Callable[[np.ndarray], "tuple[torch.Tensor, torch.Tensor]"]
+"""Keys and values, float32 [m, d_in] and [m, d_out], of rows at some positions, ascending."""
+
+
+def _lowered(
+    read: _Read,
+    numbers: int,
+    positions: np.ndarray,
+    codes: np.ndarray,
+    steps: np.ndarray,
+    coefficients: LayerCoefficients,
+    groups: int,
+    stop: Stop | None,
+) -> np.ndarray:
+    """By groups, float64 [groups], of rows at some positions, with so many numbers each."""
+    cells = _cells(codes, steps, positions)
     found = np.zeros(groups)
     ends = np.cumsum(cells.sizes)
-    most = max(1, BLOCK_BYTES // (8 * (layer.d_in + layer.d_out)))
+    most = max(1, BLOCK_BYTES // (8 * numbers))
     first = 0
     while first < len(ends):
         check_stop(stop)
@@ -65,8 +117,8 @@ def self_influence(
         last = max(first + 1, int(np.searchsorted(ends, start + most, side="right")))
         positions, sizes = cells.positions[start : ends[last - 1]], cells.sizes[first:last]
         heads = positions[np.cumsum(sizes) - sizes]
-        of_weight, of_bias = _squares(layer, positions, sizes)
-        c, c_bias = row_coefficients(coefficients, layer.space.steps[heads])
+        of_weight, of_bias = _squares(read, positions, sizes)
+        c, c_bias = row_coefficients(coefficients, steps[heads])
         lowered = c.numpy() * of_weight
         if c_bias is not None:
             lowered += c_bias.numpy() * of_bias
@@ -89,12 +141,13 @@ def _cells(codes: np.ndarray, steps: np.ndarray, positions: np.ndarray) -> _Cell
 
 
 def _squares(
-    layer: Layer, positions: np.ndarray, sizes: np.ndarray
+    read: _Read, positions: np.ndarray, sizes: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """|G|^2 and |sum_p e_p|^2 of some cells: float64 [cells] both."""
-    read, place = np.unique(positions, return_inverse=True)
+    ascending, place = np.unique(positions, return_inverse=True)
     rows = torch.from_numpy(place)
-    keys, values = layer.keys_at(read).double()[rows], layer.value_rows(read).double()[rows]
+    found_keys, found_values = read(ascending)
+    keys, values = found_keys.double()[rows], found_values.double()[rows]
     of_weight, of_bias = np.empty(len(sizes)), np.empty(len(sizes))
     starts = np.cumsum(sizes) - sizes
     for size in np.unique(sizes):
@@ -102,7 +155,7 @@ def _squares(
         inside = torch.from_numpy(starts[which, None] + np.arange(size))
         x, e = keys[inside], values[inside]
         # The product's square without the product, or the product, whatever is smaller.
-        if size * size <= layer.d_in * layer.d_out:
+        if size * size <= keys.shape[1] * values.shape[1]:
             squares = (torch.bmm(x, x.mT) * torch.bmm(e, e.mT)).sum(dim=(1, 2))
         else:
             squares = torch.stack([(e[n].T @ x[n]).square().sum() for n in range(len(e))])

@@ -140,6 +140,11 @@ def _tiles_along(layer: Layer, n: int) -> int:
 def of_self_influence(index: Index, question: SelfInfluenceQuestion, groups: int) -> int:
     """For a SelfInfluenceQuestion about so many groups."""
     layer = index.layer(question.layer)
+    if index.machines:
+        # Answers, and the rows of steps that lie on two machines, in float32 twice and widened.
+        rows = index.machines * (1 + layer.rows // max(1, index.steps))
+        size = 40 * groups * (index.machines + 1) + 24 * rows * (layer.d_in + layer.d_out)
+        return _CALL + size + 4 * self_influence.BLOCK_BYTES
     # Rows of a step and group: their places, sorted; keys and values read, widened and in order.
     size = _selection(layer, question.where, question.by) + 100 * layer.rows + 80 * groups
     return _CALL + size + 4 * self_influence.BLOCK_BYTES + 24 * layer.d_in * layer.d_out
