@@ -160,10 +160,16 @@ def waits(source: Recording) -> str:
     alone = [part for part in source.recordings if holder_of(part.path) is None]
     if not alone:
         return "" if source.steps else "waiting for the first commit"
-    if any(type(part).open(part.path).complete for part in alone):  # closed since it was read
+    if any(_went_on(part) for part in alone):  # since it was read
         return ""
     return (
         f"no process writes {alone[0].path} and it was not closed: training was cut off after "
         f"{source.steps:,} committed steps; waiting for it to be resumed (Ctrl-C ends this, and "
         "the newest version stays)"
     )
+
+
+def _went_on(part: Recording) -> bool:
+    """Whether a recording was closed, or has more steps, since it was opened."""
+    with type(part).open(part.path) as now:
+        return now.complete or now.steps != part.steps
