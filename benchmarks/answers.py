@@ -76,7 +76,7 @@ def absolute(memory: Memory, rounds: int) -> dict[str, Any]:
     queries = memory.queries[:64]
     with memory.open() as index:
         layer = index.layers[memory.layer]
-        keys = torch.cat([shard.keys.rows().clone() for shard in layer.shards])
+        keys = torch.cat([shard.mapped_keys().clone() for shard in layer.shards])
         asked = torch.from_numpy(queries)
 
         def product() -> None:

@@ -57,7 +57,7 @@ def main() -> None:
 def compare(index: Index, memory: Memory, batches: list[int], rounds: int) -> list[dict[str, Any]]:
     """Every filter and number of queries: medians in milliseconds, all answers checked."""
     layer = index.layers[memory.layer]
-    keys = torch.cat([shard.keys.rows().clone() for shard in layer.shards])
+    keys = torch.cat([shard.mapped_keys().clone() for shard in layer.shards])
     flat = faiss.IndexFlatIP(keys.shape[1])
     flat.add(keys.numpy())
     found = []

@@ -198,7 +198,7 @@ def faiss_alone(device: Device, layer: Layer) -> Callable[[np.ndarray, int], obj
     else:
         flat = faiss.IndexFlatIP(layer.d_in)
     for shard in layer.shards:
-        flat.add(shard.keys.rows().clone().numpy())
+        flat.add(shard.mapped_keys().clone().numpy())
     return lambda asked, k: flat.search(asked, k)
 
 

@@ -77,7 +77,7 @@ def compare(
     """Every case, every contestant, interleaved."""
     with memory.open() as index:
         layer = index.layers[memory.layer]
-        keys = torch.cat([shard.keys.rows().clone() for shard in layer.shards])
+        keys = torch.cat([shard.mapped_keys().clone() for shard in layer.shards])
         note(f"{memory.title}: {len(keys):,} rows of {keys.shape[1]}")
         contestants = peers(keys, scratch, wanted)
         for strategy in STRATEGIES:

@@ -59,7 +59,7 @@ def test_build_then_inspect(recording: Path, tmp_path: Path) -> None:
     table = dualform("index", "inspect", index)
     # The recording was made by hand: its rows do not add up to its trained weights.
     unexplained = r"weights exact; no row explains [\d.]+ of its outputs"
-    line = rf"\nfc +linear +12 +5 +false +true +float32 +70 +0 +- +0 +{unexplained}"
+    line = rf"\nfc +linear +12 +5 +false +true +float32 +70 +0 +- +- +0 +{unexplained}"
     assert re.search(line, table.out)
     assert layer["output_error"] > 1e-4
     assert re.search(r"\nlabel +int64\n", table.out)
@@ -86,6 +86,48 @@ def test_build_with_rounded_keys(recording: Path, tmp_path: Path) -> None:
     refused = dualform("index", "build", recording, tmp_path / "no", "--round-keys", "int8")
     assert refused.status == 2
     assert "bfloat16" in refused.err
+
+
+def test_build_packed_and_unpack(tmp_path: Path) -> None:
+    rng = np.random.default_rng(6)
+    keys = np.maximum(rng.standard_normal((900, 100)), 0).astype(np.float32)
+    values = rng.standard_normal((900, 1)).astype(np.float32)
+    recording = make_recording(tmp_path / "run", keys, values, 90, 0.1, 0.0, {})
+    packed, plain = tmp_path / "packed", tmp_path / "plain"
+    built = dualform("index", "build", recording, packed, "--pack")
+    assert built.status == 0, built.err
+    before, after, _ = built.out.splitlines()
+    expected = re.match(
+        r"keys and values take 0\.4 MB, packed about 0\.\d MB \((0\.\d+)\), .*docs/packed-index",
+        before,
+    )
+    came = re.match(r"keys and values: .* packed, (0\.\d+) of the .* that they take", after)
+    assert expected is not None
+    assert came is not None
+    (shard,) = packed.glob("layers/fc/*.keys.packed")
+    (of_values,) = packed.glob("layers/fc/*.values.packed")
+    share = (shard.stat().st_size + of_values.stat().st_size) / (900 * 404 + 45 + 128)
+    assert float(came[1]) == pytest.approx(share, abs=0.006)
+    assert float(expected[1]) == pytest.approx(share, abs=0.03)
+    (layer,) = json.loads(dualform("index", "inspect", packed, "--json").out)["layers"]
+    assert layer["row_bytes"] == {
+        "stored": shard.stat().st_size + of_values.stat().st_size,
+        "unpacked": 900 * 404 + 45 + 128,
+    }
+    assert f" {round(share, 3)} " in dualform("index", "inspect", packed).out
+    assert dualform("index", "verify", packed).status == 0
+    made = dualform("index", "unpack", packed, plain)
+    assert made.status == 0, made.err
+    (keys_file,) = plain.glob("layers/fc/*.keys.faiss")
+    np.testing.assert_array_equal(faiss.read_index(str(keys_file)).reconstruct_n(0, 900), keys)
+    for action, of, what in (("unpack", plain, "not packed"), ("pack", packed, "packed already")):
+        refused = dualform("index", action, of, tmp_path / "no")
+        assert (refused.status, refused.out) == (2, "")
+        assert what in refused.err
+        assert not (tmp_path / "no").exists()
+    again = dualform("index", "pack", plain, packed)
+    assert again.status == 2
+    assert "never overwritten" in again.err
 
 
 def test_build_with_parts(recording: Path, tmp_path: Path) -> None:

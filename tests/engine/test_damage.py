@@ -100,9 +100,9 @@ def test_a_missing_file_is_refused_at_opening(path: Path) -> None:
 
 def test_a_newer_version_is_refused(path: Path) -> None:
     manifest = json.loads((path / "manifest.json").read_text())
-    manifest["version"] = 3
+    manifest["version"] = 4
     (path / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(VersionError, match=r"version 3.*upgrade"):
+    with pytest.raises(VersionError, match=r"version 4.*upgrade"):
         Index.open(path, device="cpu")
 
 

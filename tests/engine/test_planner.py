@@ -10,7 +10,7 @@ from synthetic import make_index
 
 from dualform.engine import Index
 from dualform.engine.errors import InvalidArgumentError
-from dualform.engine.memory.residency import resident
+from dualform.engine.memory.layer import resident
 from dualform.engine.plan import costs as engine_costs
 from dualform.engine.plan import planner as engine_planner
 from dualform.v1 import attribution_pb2 as pb

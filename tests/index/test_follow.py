@@ -170,6 +170,24 @@ def test_every_version_is_what_a_build_gives(
         assert found.shared
 
 
+def test_packed_versions_are_what_a_packed_build_gives(tmp_path: Path) -> None:
+    """The first version's sketches are made of packed keys, once there are other directions."""
+    training = Training(tmp_path / "run", momentum)
+    with Follower(tmp_path / "versions", Options(shard_rows=SHARD, pack=True)) as follower:
+        for steps in (9, 20):
+            training.train(steps)
+            found = published(follower, tmp_path / "run")
+            assert found is not None
+        training.close()
+        found = published(follower, tmp_path / "run")
+    assert found is not None
+    build_index(tmp_path / "run", tmp_path / "packed", shard_rows=SHARD, pack=True)
+    assert files(found.path) == files(tmp_path / "packed")
+    assert (found.path / "layers/2/000000.keys.packed").exists()
+    build_index(tmp_path / "run", tmp_path / "plain", shard_rows=SHARD)
+    same_answers(found.path, tmp_path / "plain")
+
+
 def test_what_was_resumed_earlier_is_made_again(tmp_path: Path) -> None:
     """Steps that were taken back, and other rows in their place."""
     run = tmp_path / "run"

@@ -48,6 +48,7 @@ def build_index(
     shard_rows: int = SHARD_ROWS,
     parts: Sequence[str] = (),
     round_keys: str | None = None,
+    pack: bool = False,
     announce: Callable[[str], None] | None = None,
     progress: Progress | None = None,
 ) -> None:
@@ -65,8 +66,11 @@ def build_index(
         round_keys: "bfloat16" or "float16": what keys are rounded to that were recorded as float32,
             for half their bytes. Attention weights are then those of the rounded keys, the layer is
             marked as rounded, and the remainder of its outputs has what that leaves.
-        announce: Called, before anything is written, with a sentence on what the parts take, or on
-            steps that not all ranks have.
+        pack: Keys and values are packed without loss, each file the shortest way. Every answer
+            stays the same, bit for bit, and those that read rows take longer; FAISS opens no packed
+            file (docs/packed-index.md).
+        announce: Called, before anything is written, with a sentence on what the parts take, on
+            what packing is expected to leave, or on steps that not all ranks have.
         progress: Called with (bytes written, bytes to write).
 
     Raises:
@@ -78,7 +82,7 @@ def build_index(
             of a column can't be kept: it is not there, has no value or more than `MOST_GROUPS`, or
             its parts take too much memory.
     """
-    plan = make_plan(recording, Options(values, shard_rows, tuple(parts), round_keys))
+    plan = make_plan(recording, Options(values, shard_rows, tuple(parts), round_keys, pack))
     target = Path(index).absolute()
     if announce is not None:
         plan.announce(announce)
@@ -148,7 +152,7 @@ class _Build:
             for name, layer in plan.layers.items()
         }
         with (
-            ShardWriter(directory, plan.largest_file()) as writer,
+            ShardWriter(directory, plan.largest_file(), pack=plan.options.pack) as writer,
             ThreadPoolExecutor(1, "dualform-read-ahead") as ahead,
         ):
             spaces = [

@@ -29,7 +29,11 @@ from dualform.store.encoding import FLOAT32, ONE_HOT, Encoding, Half, encoding
 from dualform.store.files import FileEntry, write_atomic
 from dualform.store.index_parts import LayerShard, shard_file
 from dualform.store.ledger import InexactMark
+from dualform.store.packed_rows import share_left
 from dualform.store.recording import LayerSpec, PassRecord, Recording
+
+_PACKED_PASSES, _PACKED_ROWS = 8, 128
+"""So many passes, and rows of each, say what packing will leave."""
 
 _WIDE_NUMBERS = 4 << 20
 """Of keys that are stored as places, so many numbers are made at a time."""
@@ -79,6 +83,14 @@ class LayerSource:
             rows = encoding(span.encoding).widen(rows, d)
             rows = rows if values else self._narrowed(rows)
         return rows.reshape(record.rows, self.encodings[values].numbers(d))
+
+    def share_left(self, *, values: bool) -> float:
+        """What share of its keys' or values' bytes packing is expected to leave, as some passes say
+        that are spread over the recording."""
+        some = self.passes[:: max(1, len(self.passes) // _PACKED_PASSES)]
+        rows = [self.read(each, values=values)[:_PACKED_ROWS] for each in some]
+        numbers = np.concatenate([np.ascontiguousarray(each) for each in rows])
+        return share_left(numbers.view(np.uint8), numbers.itemsize) if len(numbers) else 1.0
 
     def mark(self) -> InexactMark | None:
         """What rounded keys make of the layer: its rows are no longer what its gradients came from,

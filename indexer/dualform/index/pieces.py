@@ -36,6 +36,7 @@ from dualform.store.files import (
     write_sealed,
 )
 from dualform.store.index_parts import LayerShard, SpaceShard, layer_directory, shard_file
+from dualform.store.packed_rows import Rows, read_rows
 from dualform.store.parquet import read_parquet
 
 Directions = Mapping[str, "np.ndarray | None"]
@@ -111,7 +112,8 @@ def make_piece(
     widest = max(max(plan.layers[name].row_bytes) for name in space.layers)
     gathered = {name: _Gathered() for name in space.layers}
     writers = {}
-    with ShardWriter(directory, (stop - start) * widest + 4096) as writer:
+    largest = (stop - start) * widest + 4096
+    with ShardWriter(directory, largest, pack=plan.options.pack) as writer:
         for name in space.layers:
             writers[name] = LayerWriter(
                 directory,
@@ -239,9 +241,8 @@ class PieceStore:
         if directions is not None:
             start, rows = piece.sidecar.start, piece.sidecar.rows
             kind, d = layer.encodings[0], layer.spec.d_in
-            data = read_checked(self.directory, shard.keys, _REMEDY)
-            header = len(kind.keys_header(d, rows))
-            keys = np.frombuffer(data, kind.stored, offset=header).reshape(rows, -1)
+            shape = Rows.of(kind, d, rows, kind.keys_header(d, rows))
+            keys = read_rows(self.directory, shard.keys, shape, _REMEDY).view(kind.stored)
             sidecar = read_parquet(read_checked(self.directory, piece.sidecar.sidecar, _REMEDY))
             positions = np.empty(rows, np.int64)
             positions[sidecar["row"].to_numpy() - start] = np.arange(rows)
@@ -292,7 +293,8 @@ def share_file(file: Path, other: Path) -> None:
 def plan_digest(plan: Plan) -> str:
     """A digest of what every piece of a plan depends on."""
     options = plan.options
-    return digest(repr((options.values, options.round_keys, str(plan.source.schema))).encode())
+    parts = options.values, options.round_keys, options.pack, str(plan.source.schema)
+    return digest(repr(parts).encode())
 
 
 def _asked(plan: Plan, number: int, shard: int) -> str:

@@ -7,7 +7,7 @@ are those that the plan says, and so the index is the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +39,7 @@ class Options:
     shard_rows: int = SHARD_ROWS
     parts: tuple[str, ...] = ()
     round_keys: str | None = None
+    pack: bool = False
 
     def check(self) -> None:
         """Raise BuildError where one can't be."""
@@ -77,7 +78,7 @@ class Plan:
             )
         values = options.values and source.manifest.values
         self.source = source
-        self.options = Options(values, options.shard_rows, options.parts, options.round_keys)
+        self.options = replace(options, values=values)
         self.layers: Mapping[str, LayerSource] = {
             name: LayerSource(source, spec, values=values, round_keys=options.round_keys)
             for name, spec in source.manifest.layers.items()
@@ -103,11 +104,32 @@ class Plan:
         )
 
     def announce(self, say: Callable[[str], None]) -> None:
-        """Sentences on what the parts take, and on steps that not all ranks have."""
+        """Sentences on what the parts take, on what packing will leave, and on steps that not all
+        ranks have."""
         if self.source.cut is not None:
             say(self.source.cut)
         if self.options.parts:
             say(self.parts.describe())
+        if self.options.pack:
+            left = self.packed_bytes()
+            say(
+                f"keys and values take {self.nbytes / 1e6:,.1f} MB, packed about "
+                f"{left / 1e6:,.1f} MB ({left / max(1, self.nbytes):.2f}), as some passes of each "
+                "layer say; answers stay the same, and those that read rows take longer "
+                "(docs/packed-index.md)"
+            )
+
+    def packed_bytes(self) -> float:
+        """About what keys and values take where they are packed: measured on some passes of each
+        layer, spread over the recording."""
+        total = 0.0
+        for space in self.spaces:
+            for name in space.layers:
+                layer = self.layers[name]
+                for values, size in enumerate(layer.row_bytes):
+                    if size:
+                        total += space.rows * size * layer.share_left(values=bool(values))
+        return total
 
     def rows_per_shard(self, space: Space) -> int:
         """The rows of a shard: fewer than asked for where a file would outgrow its bytes."""

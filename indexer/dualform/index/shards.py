@@ -1,8 +1,8 @@
 """Shard files as they are filled and written: rows scattered into place, hashed, written directly.
 
 A file is put together in one page-aligned buffer and written by a thread of its own, so that
-hashing and writing overlap with filling the next file. The buffer goes to another file once this
-one is written and nobody reads it any more.
+hashing and writing (and packing, where that was asked for) overlap with filling the next file. The
+buffer goes to another file once this one is written and nobody reads it any more.
 """
 
 from __future__ import annotations
@@ -11,16 +11,18 @@ import mmap
 import os
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 
 import numpy as np
+import xxhash
 
 from dualform.store.direct import create_direct, write_at
 from dualform.store.encoding import Encoding
 from dualform.store.files import FileEntry, digest
+from dualform.store.packed_rows import Rows, pack_rows, packed_name
 
 _ALIGNMENT = 4096
 _WRITE = 16 << 20
@@ -55,6 +57,7 @@ class ShardFile:
         self._users = 2
         self._lock = threading.Lock()
         size = rows * encoding.row_bytes(d)
+        self._shape = Rows.of(encoding, d, rows, header)
         self._bytes = len(header) + size
         memory[: len(header)] = header
         numbers = np.frombuffer(memory, np.uint8, size, offset=len(header))
@@ -77,13 +80,16 @@ class ShardFile:
             if self._users == 0:
                 self._free.put(self._memory)
 
-    def write(self, directory: Path, name: str) -> FileEntry:
-        """Write and fsync the file.
+    def write(self, directory: Path, name: str, *, pack: bool) -> FileEntry:
+        """Write and fsync the file, packed where that was asked for and pays.
 
         Returns:
-            Its entry for the manifest.
+            Its entry for the manifest; a packed file has another name.
         """
         view = memoryview(self._memory)[: self._bytes]
+        blocks = pack_rows(view, self._shape) if pack else None
+        if blocks is not None:
+            return write_parts(directory, packed_name(name), blocks)
         _write_file(directory / name, self._memory, self._bytes)
         return FileEntry(name, self._bytes, digest(view))
 
@@ -94,13 +100,15 @@ class ShardWriter:
     Leaving it as a context manager waits for the last write.
     """
 
-    def __init__(self, directory: Path, largest: int) -> None:
+    def __init__(self, directory: Path, largest: int, *, pack: bool = False) -> None:
         """
         Args:
             directory: The index under construction.
             largest: Bytes of the largest file.
+            pack: Whether files are packed.
         """
         self._directory = directory
+        self._pack = pack
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="dualform-shard-writer")
         self._free: queue.Queue[mmap.mmap] = queue.Queue()
         for _ in range(_BUFFERS):
@@ -150,11 +158,24 @@ class ShardWriter:
 
         def write() -> FileEntry:
             try:
-                return file.write(self._directory, name)
+                return file.write(self._directory, name, pack=self._pack)
             finally:
                 file.let_go()
 
         return file, self._thread.submit(write)
+
+
+def write_parts(directory: Path, name: str, parts: Sequence[bytes | memoryview]) -> FileEntry:
+    """Write and fsync a file of these parts, one after the other; its entry for the manifest."""
+    hasher, size = xxhash.xxh3_64(), 0
+    with open(directory / name, "xb") as file:
+        for part in parts:
+            file.write(part)
+            hasher.update(part)
+            size += len(part)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileEntry(name, size, hasher.hexdigest())
 
 
 def _round_up(size: int) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from dualform.store.encoding import FLOAT32, NPY_HEADER_BYTES, npy_header
+from dualform.store.encoding import FLOAT32, NPY_HEADER_BYTES, encoding, npy_header
 from dualform.store.errors import DamagedError, NotFoundError, VersionError
 from dualform.store.fields import Fields, wrong
 from dualform.store.files import FileEntry, check_seal, read_checked, read_json, write_sealed
@@ -54,9 +54,9 @@ __all__ = [
 ]
 
 FORMAT = "dualform-index"
-VERSION = 2
+VERSION = 3
 """The newest that this program reads. 2 knows encodings of keys and values, and
-payloads beside their table."""
+payloads beside their table; 3 knows packed files."""
 MANIFEST = "manifest.json"
 REBUILD = "rebuild the index with `dualform index build`"
 
@@ -157,10 +157,25 @@ class IndexManifest:
             raise wrong("payloads", manifest.payloads.name, "null, as examples is")
         return manifest
 
+    def row_bytes(self, name: str) -> tuple[int, int]:
+        """Bytes of the files of a layer's keys and values: as they lie, and unpacked."""
+        layer = self.layers[name]
+        lie = unpacked = 0
+        keys, values = (encoding(each) for each in layer.encodings)
+        for shard, place in zip(layer.shards, self.spaces[layer.space].shards, strict=True):
+            lie += shard.keys.bytes
+            unpacked += keys.keys_bytes(layer.d_in, place.rows)
+            if shard.values is not None:
+                lie += shard.values.bytes
+                unpacked += values.values_bytes(place.rows, layer.d_out)
+        return lie, unpacked
+
     def _version(self) -> int:
         """The oldest that can say all this."""
+        if any(layer.packed for layer in self.layers.values()):
+            return 3
         used = {name for layer in self.layers.values() for name in layer.encodings}
-        return 1 if used <= {FLOAT32.name} and self.payloads is None else VERSION
+        return 1 if used <= {FLOAT32.name} and self.payloads is None else 2
 
     def only(self, shards: Sequence[Sequence[int]]) -> IndexManifest:
         """The same index with some of its shards alone: a part of its rows.

@@ -29,7 +29,10 @@ from dualform.store.index_parts import (
     sidecar_file,
 )
 from dualform.store.ledger import InexactMark
+from dualform.store.packed_rows import is_packed, least_bytes, packed_name
 from dualform.store.sampling import read_counts
+
+_MAY_BE_PACKED = ("keys", "values")
 
 
 def read_spaces(data: Fields) -> tuple[RowSpace, ...]:
@@ -232,6 +235,11 @@ def _check_shard_files(where: str, layer: IndexLayer, i: int, rows: int) -> None
     ):
         if (entry is not None) != there:
             raise ValueError(f"{where}.{name} {'is missing' if there else 'does not belong'}")
+        if entry is not None and name in _MAY_BE_PACKED and is_packed(entry):
+            _called(entry, shard_file(layer.name, i, packed_name(file)), f"{where}.{name}")
+            if not least_bytes(rows) <= entry.bytes < size:
+                raise wrong(f"{where}.{name}.bytes", entry.bytes, "fewer than its rows take")
+            continue
         _called(entry, shard_file(layer.name, i, file), f"{where}.{name}")
         if entry is not None and entry.bytes != size:
             raise wrong(f"{where}.{name}.bytes", entry.bytes, f"what {rows:,} rows take")

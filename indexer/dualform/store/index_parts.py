@@ -9,6 +9,7 @@ from urllib.parse import quote
 from dualform.store.encoding import FLOAT32
 from dualform.store.files import FileEntry, digest
 from dualform.store.ledger import InexactMark
+from dualform.store.packed_rows import is_packed
 
 LEDGER = "ledger.parquet"
 EXAMPLES = "examples.parquet"
@@ -23,8 +24,9 @@ class LayerShard:
     """One layer's rows of one shard.
 
     Attributes:
-        keys: FAISS file, [n, d_in] in the layer's encoding, rows in sidecar order.
-        values: .npy file, [n, d_out] likewise, or None for an index without values.
+        keys: FAISS file, [n, d_in] in the layer's encoding, rows in sidecar order; or packed
+            (`dualform.store.packed_rows`).
+        values: .npy file, [n, d_out] likewise, or packed; None for an index without values.
         max_norm: Upper bound of the finite keys' Euclidean norms.
         nonfinite: Half-open ranges of positions inside the shard whose key is not finite.
         sketch: .npy file, float32 [n, m + 1], the keys' sketches, or None without any.
@@ -117,6 +119,12 @@ class IndexLayer:
     def encodings(self) -> tuple[str, str]:
         """Of keys and values."""
         return self.key_encoding, self.value_encoding
+
+    @property
+    def packed(self) -> bool:
+        """Whether any of its keys and values are."""
+        files = [file for shard in self.shards for file in (shard.keys, shard.values)]
+        return any(file is not None and is_packed(file) for file in files)
 
 
 @dataclass(frozen=True)

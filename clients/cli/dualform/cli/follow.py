@@ -15,6 +15,7 @@ from dualform.cli.interruption import Interruption, load_engine
 
 if TYPE_CHECKING:
     from dualform.index.follow import Follower, Published
+    from dualform.index.plan import Options
     from dualform.store.recording import Recording
 
 EVERY_S, KEEP = 5.0, 2
@@ -33,12 +34,9 @@ def run(options: argparse.Namespace) -> int:
         import pyarrow
 
         from dualform.index.follow import Follower
-        from dualform.index.plan import Options
 
         pyarrow.enable_signal_handlers(False)  # its own make an error of Ctrl-C, or nothing
-        asked = Options(
-            options.values, options.shard_rows, tuple(options.parts), options.round_keys
-        )
+        asked = asked_for(options)
         _check_paths(options.recording, options.index)
         try:
             keep = KEEP if options.keep is None else options.keep
@@ -47,6 +45,19 @@ def run(options: argparse.Namespace) -> int:
         except ValueError as error:
             raise CommandError(str(error)) from error
     return 0
+
+
+def asked_for(options: argparse.Namespace) -> Options:
+    """What of a build's options decides the index."""
+    from dualform.index.plan import Options
+
+    return Options(
+        options.values,
+        options.shard_rows,
+        tuple(options.parts),
+        options.round_keys,
+        options.pack,
+    )
 
 
 class _Following:

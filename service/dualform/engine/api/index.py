@@ -34,7 +34,7 @@ from dualform.engine.context import own_settings
 from dualform.engine.devices.devices import Devices
 from dualform.engine.errors import DataLossError, FailedPreconditionError, NotFoundError
 from dualform.engine.memory.layer import Layer, open_layer
-from dualform.engine.memory.shards import ShardFile, Stop
+from dualform.engine.memory.shards import RowFile, Stop
 from dualform.engine.memory.shards import spared as spared_damage
 from dualform.engine.memory.states import States
 from dualform.engine.plan.planner import Planner
@@ -419,7 +419,7 @@ class Index(Keywords):
         paths += [self.path / entry.name for entry in entries]
         return {str(path): _identity(path) for path in paths}
 
-    def _row_files(self) -> list[ShardFile]:
+    def _row_files(self) -> list[RowFile]:
         """The keys and values."""
         shards = [shard for layer in self.layers.values() for shard in layer.shards]
         return [file for shard in shards for file in (shard.keys, shard.values) if file is not None]

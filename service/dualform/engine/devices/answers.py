@@ -21,7 +21,7 @@ from dualform.engine.errors import ResourceExhaustedError
 from dualform.engine.memory.layer import Layer
 from dualform.engine.memory.shards import Stop, check_stop
 from dualform.engine.memory.weights import needs_float64
-from dualform.engine.plan.costs import disk_seconds
+from dualform.engine.plan.costs import disk_seconds, unpack_seconds
 from dualform.engine.plan.offer import Offer
 from dualform.store.encoding import FLOAT32
 
@@ -132,7 +132,8 @@ class DeviceAnswers:
             for place in working
         ]
         stored = self._layer.key_bytes + (self._layer.value_bytes if self._values else 0)
-        return max(seconds) + disk_seconds(self._layer, rows * stored)
+        unpacked = unpack_seconds(self._layer, rows, rows, values=self._values)
+        return max(seconds) + disk_seconds(self._layer, rows * stored) + unpacked
 
     def nearest(self, k: int, stream: bool) -> Proposals:
         """The k rows with the largest weights of every place.

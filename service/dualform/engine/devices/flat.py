@@ -42,7 +42,7 @@ def search(
     check_stop(stop)
     import faiss
 
-    keys = shard.keys.rows().numpy()
+    keys = shard.mapped_keys().numpy()
     if len(queries) == 1:
         return _of_one(faiss, keys, queries[0].numpy(), min(k, shard.rows))
     # Small batches leave BLAS by default, up to eight times slower. It is a setting of the whole

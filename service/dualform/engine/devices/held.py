@@ -10,7 +10,7 @@ import torch
 from dualform.engine.devices.place import Place
 from dualform.engine.devices.work import Block
 from dualform.engine.memory.layer import Layer
-from dualform.engine.memory.shards import ShardFile, Stop, check_stop
+from dualform.engine.memory.shards import RowFile, Stop, check_stop
 from dualform.store.encoding import FLOAT32
 
 STAGING_BYTES = 32 << 20
@@ -157,7 +157,7 @@ class _Copies:
             self.lead()
             self._stream.synchronize()
 
-    def bring(self, file: ShardFile, start: int, out: torch.Tensor, stop: Stop | None) -> None:
+    def bring(self, file: RowFile, start: int, out: torch.Tensor, stop: Stop | None) -> None:
         """Copy a file's rows from this one on to `out`, float32 [rows, d] on the device."""
         file.expect(scattered=False)
         step = max(1, len(self._buffers[0]) // file.d)

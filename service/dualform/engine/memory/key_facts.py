@@ -44,14 +44,23 @@ class KeyFacts:
         stored = keys.view(torch.uint8).numpy()
         for first in range(0, len(keys), step):
             aligned = stored[first : first + step].copy()  # as bytes: mapped numbers are not
-            try:
-                tile = self.encoding.widen(aligned.view(self.encoding.stored), self.d)
-            except ValueError as error:
-                return f"its keys are not {self.encoding.name}: {error}"
-            what = self._wrong(tile, first)
+            what = self.wrong_part(aligned, first)
             if what is not None:
                 return what
         return None
+
+    def wrong_part(self, stored: np.ndarray, first: int) -> str | None:
+        """The same of some keys, the first of them in this place.
+
+        Args:
+            stored: uint8 [n, bytes of a key], aligned.
+            first: Its row in the shard.
+        """
+        try:
+            tile = self.encoding.widen(stored.view(self.encoding.stored), self.d)
+        except ValueError as error:
+            return f"its keys are not {self.encoding.name}: {error}"
+        return self._wrong(tile, first)
 
     def _wrong(self, keys: np.ndarray, first: int) -> str | None:
         finite = self.finite[first : first + len(keys)]

@@ -11,13 +11,16 @@ import pyarrow as pa
 import torch
 
 from dualform.engine.errors import DataLossError
+from dualform.engine.memory import mapped
 from dualform.engine.memory.key_facts import KeyFacts
+from dualform.engine.memory.packed import PackedFile
 from dualform.engine.memory.shards import (
+    RowFile,
     Shard,
     ShardFile,
-    copy_rows,
+    Stop,
+    check_stop,
     is_scattered,
-    pick,
     spared,
     tile_rows,
 )
@@ -25,9 +28,14 @@ from dualform.engine.memory.sketch import Basis
 from dualform.engine.memory.states import check_headers
 from dualform.engine.rows.equal_rows import EqualRows
 from dualform.engine.rows.rows import Rows
-from dualform.store.encoding import FLOAT32, NPY_HEADER_BYTES, encoding
+from dualform.store.encoding import FLOAT32, NPY_HEADER_BYTES, Encoding, encoding
+from dualform.store.files import FileEntry
 from dualform.store.index import REBUILD, IndexLayer, RowSpace, read_array, read_first
 from dualform.store.index_parts import LayerShard
+from dualform.store.packed_rows import Rows as RowShape
+from dualform.store.packed_rows import is_packed
+
+_PAGES = 8
 
 
 @dataclass(frozen=True)
@@ -119,12 +127,12 @@ class Layer:
         parts = [np.zeros(0, np.float32)]
         for shard in self.shards:
             assert shard.values is not None
-            values = shard.values.rows()
             norms = np.empty(shard.rows, np.float32)
             step = tile_rows(self.d_out, 1)
             for first in range(0, shard.rows, step):
                 rows = slice(first, first + step)
-                wide = torch.linalg.vector_norm(pick(values, rows), dim=1, dtype=torch.float64)
+                values = shard.values.pick(rows)
+                wide = torch.linalg.vector_norm(values, dim=1, dtype=torch.float64)
                 norms[rows] = (wide * (1 + 2.0**-22) + 1e-44).float().numpy()
             parts.append(norms)
         return np.concatenate(parts)
@@ -193,9 +201,14 @@ class Layer:
         return encoding(self.manifest.value_encoding).row_bytes(self.d_out)
 
     @property
-    def keys_are_float32(self) -> bool:
-        """Whether FAISS can search the keys as they lie."""
-        return self.manifest.key_encoding == FLOAT32.name
+    def keys_are_mapped(self) -> bool:
+        """Whether FAISS can search the keys as they lie: float32 numbers, none of them packed."""
+        return self.manifest.key_encoding == FLOAT32.name and not self.packed
+
+    @property
+    def packed(self) -> bool:
+        """Whether any keys or values are, and have to be unpacked when they are read."""
+        return self.manifest.packed
 
     @property
     def values(self) -> bool:
@@ -212,15 +225,23 @@ class Layer:
         """How many rows training had that were not recorded."""
         return sum(self.manifest.dropped.values())
 
-    def values_at(self, positions: np.ndarray, unit: int) -> np.ndarray:
-        """One output unit's values at these positions, int64 [m] and ascending: float32 [m]."""
+    def values_at(self, positions: np.ndarray, unit: int, stop: Stop | None = None) -> np.ndarray:
+        """One output unit's values at these positions, int64 [m] and ascending: float32 [m].
+
+        Args:
+            positions: Where.
+            unit: Its number.
+            stop: Asked between shards; True raises CancelledError.
+        """
         parts = [np.empty(0, np.float32)]
         bounds = np.searchsorted(positions, self.space.starts)
         for shard, first, last in zip(self.shards, bounds, bounds[1:], strict=False):
             if first < last:
+                check_stop(stop)
                 assert shard.values is not None
-                inside = torch.from_numpy(positions[first:last] - shard.start)
-                parts.append(shard.values.rows()[inside, unit].float().numpy())
+                inside = positions[first:last] - shard.start
+                of_unit = shard.values.pick_units(inside, slice(unit, unit + 1))
+                parts.append(of_unit[:, 0].numpy())
         return np.concatenate(parts)
 
     def value_rows(self, positions: np.ndarray) -> torch.Tensor:
@@ -231,7 +252,7 @@ class Layer:
             if first < last:
                 assert shard.values is not None
                 inside = positions[first:last] - shard.start
-                copy_rows(shard.values.rows(), inside, values[first:last])
+                shard.values.copy(inside, values[first:last])
         return values
 
     def keys_at(self, positions: np.ndarray, room: torch.Tensor | None = None) -> torch.Tensor:
@@ -280,19 +301,18 @@ def open_layer(path: Path, layer: IndexLayer, space: RowSpace, table: Rows) -> L
             published.max_norm,
             published.nonnegative,
         )
-        shape = (place.rows, layer.d_in)
         header = keys_as.keys_header(layer.d_in, place.rows)
-        keys = ShardFile(path, published.keys, shape, header, keys_as, facts.wrong)
+        shape = RowShape.of(keys_as, layer.d_in, place.rows, header)
+        keys = _row_file(path, published.keys, layer.d_in, shape, keys_as, facts)
         values = sketch = None
         if published.values is not None:
-            shape = (place.rows, layer.d_out)
-            values = ShardFile(
-                path, published.values, shape, values_as.values_header(*shape), values_as
-            )
+            header = values_as.values_header(place.rows, layer.d_out)
+            shape = RowShape.of(values_as, layer.d_out, place.rows, header)
+            values = _row_file(path, published.values, layer.d_out, shape, values_as, None)
         if published.sketch is not None:
             numbers = (published.sketch.bytes - NPY_HEADER_BYTES) // FLOAT32.row_bytes(place.rows)
-            shape = (place.rows, numbers)
-            sketch = ShardFile(path, published.sketch, shape, FLOAT32.values_header(*shape))
+            of_sketch = (place.rows, numbers)
+            sketch = ShardFile(path, published.sketch, of_sketch, FLOAT32.values_header(*of_sketch))
         shards.append(
             Shard(
                 table,
@@ -316,6 +336,33 @@ def open_layer(path: Path, layer: IndexLayer, space: RowSpace, table: Rows) -> L
         directory=path,
         published=space,
     )
+
+
+def resident(layer: Layer) -> float:
+    """The share of the layer's keys that needs no reading from disk, between 0 and 1.
+
+    By `mincore` of a few pages of each shard. 1 where the system can't tell; shards that nothing
+    has asked for yet are read and checked by their first question anyway, and count as there.
+    """
+    maps = [where for shard in layer.shards if (where := shard.keys.mapped()) is not None]
+    places = [address + size * place // _PAGES for address, size in maps for place in range(_PAGES)]
+    found = mapped.resident(places)
+    return sum(found) / len(found) if found else 1.0
+
+
+def _row_file(
+    path: Path,
+    entry: FileEntry,
+    d: int,
+    shape: RowShape,
+    kind: Encoding,
+    facts: KeyFacts | None,
+) -> RowFile:
+    """A shard's keys, of which there are facts, or values."""
+    if is_packed(entry):
+        return PackedFile(path, entry, d, shape, kind, facts)
+    wrong = None if facts is None else facts.wrong
+    return ShardFile(path, entry, (shape.rows, d), shape.header, kind, wrong)
 
 
 def _finite(shard: LayerShard, rows: int) -> np.ndarray:

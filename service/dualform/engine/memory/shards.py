@@ -8,9 +8,11 @@ mapped numbers are unaligned: a FAISS header has an odd number of bytes.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -41,23 +43,164 @@ _SCATTERED = 64
 Stop = Callable[[], bool]
 
 
-class ShardFile:
+class RowFile(ABC):
     """One published file of rows, each of the same length; checked before its bytes are first used.
 
     Args:
         directory: The index.
         entry: The file's name, size and digest.
-        shape: Number of rows, and of numbers per row.
-        header: What the file starts with.
+        rows: How many.
+        d: Numbers of each.
         encoding: How the numbers are stored.
-        wrong: Says what is wrong with the rows, given as `rows` gives them, or None where they are
-            what the index says of them; asked once, when they are first used.
 
     Attributes:
         d: Numbers of a row.
+        path: Where the file is.
 
     Raises:
         DamagedError: The file is missing, no file, or has the wrong size.
+    """
+
+    def __init__(
+        self, directory: Path, entry: FileEntry, rows: int, d: int, encoding: Encoding
+    ) -> None:
+        self._directory = directory
+        self._entry = entry
+        self.d = d
+        self._shape = (rows, encoding.numbers(d))
+        self._dtype = getattr(torch, encoding.dtype)
+        self._lock = threading.Lock()
+        self._content: Any = None
+        self._memory: Any = None
+        self._identity: tuple[int, ...] = ()
+        self._adopted = False
+        self.path = check_size(directory, entry, REBUILD)
+        self._name = str(self.path)
+
+    @abstractmethod
+    def copy(self, which: np.ndarray | slice, out: torch.Tensor) -> torch.Tensor:
+        """Rows, by indices or a slice, copied to `out`, float32 [n, d]; returns that.
+
+        Raises:
+            DamagedError: The file does not hold what was written, or has changed since it did.
+        """
+
+    def pick(self, which: np.ndarray | slice) -> torch.Tensor:
+        """Rows likewise, float32 [n, d]; a view where that is possible."""
+        count = len(range(self._shape[0])[which]) if isinstance(which, slice) else len(which)
+        return self.copy(which, torch.empty((count, self.d), dtype=torch.float32, device="cpu"))
+
+    @abstractmethod
+    def pick_units(self, which: np.ndarray, units: slice) -> torch.Tensor:
+        """Of rows, int64 [n], some of their numbers: float32 [n, units]; not of places of ones."""
+
+    def expect(self, *, scattered: bool) -> None:
+        """Map the rows, and say how they are read next: a few of them, or from end to end.
+
+        Raises:
+            DamagedError: As `copy`.
+        """
+        self._used()
+
+    def check_unchanged(self) -> None:
+        """Raise DamagedError where the file is not the one any more that is mapped."""
+        if self._identity:  # not mapped yet: nothing to compare with
+            with self._lock:
+                self._check_unchanged()
+
+    def adopt(self, other: RowFile) -> None:
+        """Use another's memory where it has mapped, and so checked, the very same file."""
+        if self._entry != other._entry or not other._identity:
+            return
+        with suppress(OSError):
+            if identity(os.lstat(self._name)) == other._identity:
+                self._content, self._memory = other._content, other._memory
+                self._identity, self._adopted = other._identity, True
+
+    def check(self) -> None:
+        """Read the whole file, whether it was read before or not.
+
+        Raises:
+            DamagedError: It does not hold what was written, or what the index says of it.
+        """
+        known = self._content is not None
+        content = self._used()
+        if not known or self._adopted:  # it was read just now, or for the version before
+            self._adopted = False
+        else:
+            with opened(self._directory, self._entry, REBUILD) as fd:
+                check_digest_of(fd, self._directory, self._entry, REBUILD)
+            with self._damage():
+                self._check_content(content)
+        with self._damage():
+            self._check_rest(content)
+
+    def mapped(self) -> tuple[int, int] | None:
+        """The address and the bytes of the mapped file; None before it is first used."""
+        memory = self._memory
+        return None if memory is None else (ctypes.addressof(memory), len(memory))
+
+    @abstractmethod
+    def _read(self, memory: Any) -> Any:
+        """What the mapped bytes are; ValueError says what they are not."""
+
+    @abstractmethod
+    def _check_content(self, content: Any) -> None:
+        """ValueError where it is not what the index says of it."""
+
+    @abstractmethod
+    def _check_rest(self, content: Any) -> None:
+        """The same, of what a first use does not look at."""
+
+    def _used(self) -> Any:
+        """The content, once it was looked at that the file is what was mapped."""
+        with self._lock:
+            self._check_unchanged()
+            if self._content is None:
+                self._content = self._map()
+            return self._content
+
+    def _check_unchanged(self) -> None:
+        """A look at the file: reading beyond the end of one that was cut off would be fatal."""
+        if not self._identity:
+            return
+        try:
+            same = identity(os.lstat(self._name)) == self._identity
+        except OSError:
+            same = False
+        if not same:
+            status(self._directory, self._entry, REBUILD)  # says more of some changes
+            raise DamagedError(self.path, "it was changed after it had been checked", REBUILD)
+
+    def _map(self) -> Any:
+        with opened(self._directory, self._entry, REBUILD) as fd:
+            found = os.fstat(fd)
+            check_digest_of(fd, self._directory, self._entry, REBUILD)
+            memory = map_file(fd, self._entry.bytes)
+        with self._damage():
+            content = self._read(memory)
+            self._check_content(content)
+        self._memory, self._identity = memory, identity(found)
+        return content
+
+    @contextmanager
+    def _damage(self) -> Iterator[None]:
+        """A ValueError says what the file is not."""
+        try:
+            yield
+        except ValueError as error:
+            raise DamagedError(self.path, str(error), REBUILD) from None
+
+
+class ShardFile(RowFile):
+    """A file of rows as they are, mapped.
+
+    Args:
+        directory, entry, encoding: As for any.
+        shape: Number of rows, and of numbers per row.
+        header: What the file starts with.
+        wrong: Says what is wrong with the rows, given as `rows` gives them, or None where they are
+            what the index says of them; asked once, when they are first used.
     """
 
     def __init__(
@@ -69,20 +212,10 @@ class ShardFile:
         encoding: Encoding = FLOAT32,
         wrong: Callable[[torch.Tensor], str | None] | None = None,
     ) -> None:
-        self._directory = directory
-        self._entry = entry
-        self.d = shape[1]
-        self._shape = (shape[0], encoding.numbers(shape[1]))
+        super().__init__(directory, entry, *shape, encoding)
         self._header = header
-        self._dtype = getattr(torch, encoding.dtype)
         self._wrong = wrong
-        self._lock = threading.Lock()
-        self._rows: torch.Tensor | None = None
-        self._memory: Any = None
-        self._identity: tuple[int, ...] = ()
-        self._scattered = self._adopted = False
-        self.path = check_size(directory, entry, REBUILD)
-        self._name = str(self.path)
+        self._scattered = False
 
     def rows(self) -> torch.Tensor:
         """The rows as stored, mapped and unaligned: `copy` or `pick` takes numbers from them.
@@ -90,64 +223,21 @@ class ShardFile:
         Raises:
             DamagedError: The file does not hold what was written, or has changed since it did.
         """
-        with self._lock:
-            self._check_unchanged()
-            if self._rows is None:
-                self._rows = self._map()
-            return self._rows
+        rows: torch.Tensor = self._used()
+        return rows
 
     def copy(self, which: np.ndarray | slice, out: torch.Tensor) -> torch.Tensor:
-        """Rows, by indices or a slice, copied to `out`, float32 [n, d]; returns that.
-
-        Raises:
-            DamagedError: As `rows`.
-        """
         source = self.rows()
         if self._dtype is torch.int32:  # places of ones
-            return _one_hot(pick_stored(source, which)[:, 0], out)
+            return widened(pick_stored(source, which), out)
         return copy_rows(source, which, out)
 
     def pick(self, which: np.ndarray | slice) -> torch.Tensor:
-        """Rows likewise, float32 [n, d]; a view where that is possible.
+        return super().pick(which) if self._dtype is torch.int32 else pick(self.rows(), which)
 
-        Raises:
-            DamagedError: As `rows`.
-        """
-        source = self.rows()
-        if self._dtype is torch.int32:
-            places = pick_stored(source, which)[:, 0]
-            return _one_hot(places, torch.empty((len(places), self.d), device="cpu"))
-        return pick(source, which)
-
-    def check_unchanged(self) -> None:
-        """Raise DamagedError where the file is not the one any more that is mapped."""
-        if self._identity:  # not mapped yet: nothing to compare with
-            with self._lock:
-                self._check_unchanged()
-
-    def adopt(self, other: ShardFile) -> None:
-        """Use another's memory where it has mapped, and so checked, the very same file."""
-        if self._entry != other._entry or not other._identity:
-            return
-        with suppress(OSError):
-            if identity(os.lstat(self._name)) == other._identity:
-                self._rows, self._memory = other._rows, other._memory
-                self._identity, self._adopted = other._identity, True
-
-    def check(self) -> None:
-        """Read the whole file, whether it was read before or not.
-
-        Raises:
-            DamagedError: It does not hold what was written, or what the index says of it.
-        """
-        known = self._rows is not None
-        rows = self.rows()
-        if not known or self._adopted:  # it was read just now, or for the version before
-            self._adopted = False
-            return
-        with opened(self._directory, self._entry, REBUILD) as fd:
-            check_digest_of(fd, self._directory, self._entry, REBUILD)
-        self._check_rows(rows)
+    def pick_units(self, which: np.ndarray, units: slice) -> torch.Tensor:
+        # Stored numbers of 16 bits are float32 ones.
+        return torch.index_select(self.rows()[:, units], 0, torch.from_numpy(which)).float()
 
     def expect(self, *, scattered: bool) -> None:
         """Map the rows, and say how they are read next: a few of them, or from end to end.
@@ -165,41 +255,20 @@ class ShardFile:
         self._scattered = scattered
         advise(memory, mmap.MADV_RANDOM if scattered else mmap.MADV_NORMAL)
 
-    def mapped(self) -> tuple[int, int] | None:
-        """The address and the bytes of the mapped rows; None before they are first used."""
-        rows = self._rows
-        return None if rows is None else (rows.data_ptr(), rows.nbytes)
-
-    def _check_unchanged(self) -> None:
-        """A look at the file: reading beyond the end of one that was cut off would be fatal."""
-        if not self._identity:
-            return
-        try:
-            same = identity(os.lstat(self._name)) == self._identity
-        except OSError:
-            same = False
-        if not same:
-            status(self._directory, self._entry, REBUILD)  # says more of some changes
-            raise DamagedError(self.path, "it was changed after it had been checked", REBUILD)
-
-    def _map(self) -> torch.Tensor:
-        with opened(self._directory, self._entry, REBUILD) as fd:
-            found = os.fstat(fd)
-            check_digest_of(fd, self._directory, self._entry, REBUILD)
-            memory = map_file(fd, self._entry.bytes)
+    def _read(self, memory: Any) -> torch.Tensor:
         if bytes(memory[: len(self._header)]) != self._header:
-            raise DamagedError(self.path, "its header is not the manifest's", REBUILD)
+            raise ValueError("its header is not the manifest's")
         count = self._shape[0] * self._shape[1]
         flat = torch.frombuffer(memory, dtype=self._dtype, count=count, offset=len(self._header))
-        rows = flat.view(self._shape)
-        self._check_rows(rows)
-        self._memory, self._identity = memory, identity(found)
-        return rows
+        return flat.view(self._shape)
 
-    def _check_rows(self, rows: torch.Tensor) -> None:
-        what = None if self._wrong is None else self._wrong(rows)
+    def _check_content(self, content: torch.Tensor) -> None:
+        what = None if self._wrong is None else self._wrong(content)
         if what is not None:
-            raise DamagedError(self.path, what, REBUILD)
+            raise ValueError(what)
+
+    def _check_rest(self, content: torch.Tensor) -> None:
+        """There is no more: the digest is that of the rows."""
 
 
 @dataclass(frozen=True)
@@ -220,14 +289,14 @@ class Shard:
     table: Table
     start: int
     rows: int
-    keys: ShardFile
-    values: ShardFile | None
+    keys: RowFile
+    values: RowFile | None
     sketch: ShardFile | None
     max_norm: float
     finite: np.ndarray = field(repr=False)
 
     @property
-    def files(self) -> list[ShardFile]:
+    def files(self) -> list[RowFile]:
         """Those that it has."""
         return [file for file in (self.keys, self.values, self.sketch) if file is not None]
 
@@ -243,6 +312,12 @@ class Shard:
         ):
             if file is not None and theirs is not None:
                 file.adopt(theirs)
+
+    def mapped_keys(self) -> torch.Tensor:
+        """Its keys as they lie, float32 [rows, d], mapped and unaligned: not of packed ones, nor of
+        other encodings (`Layer.keys_are_mapped`)."""
+        assert isinstance(self.keys, ShardFile)
+        return self.keys.rows()
 
     def sketches(self) -> torch.Tensor:
         """Its keys' sketches, float32 [rows, m + 1].
@@ -361,8 +436,11 @@ def pick_stored(source: torch.Tensor, which: np.ndarray | slice) -> torch.Tensor
     return torch.index_select(source, 0, torch.from_numpy(which))  # a quarter of indexing's time
 
 
-def _one_hot(places: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Rows with a 1 in these places, int32 [n], none where it is -1, in `out`, float32 [n, d]."""
+def widened(stored: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Rows as they are stored, in `out`, float32 [n, d]: places of ones, int32 [n, 1], none where
+    it is -1, or numbers."""
+    if stored.dtype is not torch.int32:
+        return out.copy_(stored)
     out.zero_()
-    wide = places.long()
+    wide = stored[:, 0].long()
     return out.scatter_(1, wide.clamp(min=0)[:, None], (wide >= 0).float()[:, None])

@@ -19,7 +19,7 @@ from dualform.engine.errors import (
     InvalidArgumentError,
     NotFoundError,
 )
-from dualform.engine.memory.residency import resident
+from dualform.engine.memory.layer import resident
 from dualform.engine.messages import answers, responses
 from dualform.engine.messages.batching import answer_together
 from dualform.engine.messages.limits import Limits

@@ -26,6 +26,7 @@ from dualform.engine.topk.scan import SPAN, block_queries
 from dualform.engine.topk.scoring import KEYS_TOGETHER
 from dualform.engine.topk.top_k import COMPRESS_AT, candidates
 from dualform.engine.totals.row_parts import REBUILD_BYTES
+from dualform.engine.totals.steps import AHEAD_BYTES
 from dualform.optimizers import followed_bytes
 from dualform.questions import (
     AttributeQuestion,
@@ -39,6 +40,7 @@ from dualform.questions import (
     TopGroupsQuestion,
     TopKQuestion,
 )
+from dualform.store.packed_rows import BLOCK_BYTES
 from dualform.v1 import attribution_pb2 as pb
 
 # Whatever is asked: messages, plans, the small arrays of a scan.
@@ -68,6 +70,10 @@ _METRIC = 48
 _METRIC_ROW = 240
 
 
+# Of a block's bytes, while it is unpacked.
+_BLOCK = 6
+
+
 # Of a row that devices take part in: which there are, their groups and coefficients.
 _DEVICE_ROW = 64
 
@@ -78,10 +84,11 @@ def of_rows(index: Index, question: RowsQuestion) -> int:
     if index.machines:
         return _merging(index, layer, question)
     if isinstance(question, TopGroupsQuestion):
-        return _top_groups(index, layer, question) + _by_devices(index, layer)
+        beside = _by_devices(index, layer) + _unpacking(layer)
+        return _top_groups(index, layer, question) + beside
     groups = index.group_count(question.layer, question.group_by)
     size = _CALL + _queries(layer, n) + _selection(layer, question.where, question.group_by)
-    size += _by_devices(index, layer)
+    size += _by_devices(index, layer) + _unpacking(layer)
     if isinstance(question, TopKQuestion):
         if question.distinct is not None:
             size += _ROW * layer.rows
@@ -114,7 +121,7 @@ def of_attribute(index: Index, question: AttributeQuestion) -> int:
         block = _block_pairs(m, n, attributed.block_inputs(groups, layers))
         size = _queries(layer, m) + _selection(layer, question.where, question.by)
         size += 100 * m * layer.d_out + _contribution(index, layer, block, True)
-        size += _tiles_along(layer, block)
+        size += _tiles_along(layer, block) + _unpacking(layer)
         most = max(most, size)
         kept += _QUERY * 4 * m * (layer.d_in + layer.d_out)
     inputs = min(n, attributed.block_inputs(groups, layers))
@@ -147,6 +154,7 @@ def of_self_influence(index: Index, question: SelfInfluenceQuestion, groups: int
         return _CALL + size + 4 * self_influence.BLOCK_BYTES
     # Rows of a step and group: their places, sorted; keys and values read, widened and in order.
     size = _selection(layer, question.where, question.by) + 100 * layer.rows + 80 * groups
+    size += _unpacking(layer)
     return _CALL + size + 4 * self_influence.BLOCK_BYTES + 24 * layer.d_in * layer.d_out
 
 
@@ -170,7 +178,7 @@ def of_explain(index: Index, question: ExplainQuestion) -> int:
             work += _output(index, layer, n, groups, column is not None)
             answer += 8 * n * layer.d_out * (groups + 2)
         kept += answer
-        work += _by_devices(index, layer)
+        work += _by_devices(index, layer) + _unpacking(layer)
         most = max(most, _queries(layer, n) + _selection(layer, question.where, column) + work)
     return _CALL + most + kept
 
@@ -181,7 +189,8 @@ def of_stream(index: Index, question: StreamWeightsQuestion) -> int:
     rows = max(1, TILE_BYTES // max(1, 4 * layer.d_in))
     longest = max((shard.rows for shard in layer.shards), default=0)
     chunk = max(1 << 20, 4 * n)
-    return _CALL + _queries(layer, n) + 16 * longest + 3 * TILE_BYTES + 14 * chunk + 40 * rows
+    size = _CALL + _queries(layer, n) + _unpacking(layer)
+    return size + 16 * longest + 3 * TILE_BYTES + 14 * chunk + 40 * rows
 
 
 def of_examples(question: ExamplesQuestion, payloads: int) -> int:
@@ -242,6 +251,16 @@ def _by_devices(index: Index, layer: Layer) -> int:
     """What devices take of the host's memory: rows that are brought to each go through buffers."""
     places = len(index.devices.working())
     return places * (2 * STAGING_BYTES + _DEVICE_ROW * layer.rows)
+
+
+def _unpacking(layer: Layer) -> int:
+    """What packed keys and values take when they are read: a tile of values, which would be mapped
+    if they were plain, in each thread a block, its planes and what they become, and where rows are
+    read step by step those of the next steps."""
+    if not layer.packed:
+        return 0
+    block = max(BLOCK_BYTES, layer.key_bytes, layer.value_bytes)
+    return TILE_BYTES + _BLOCK * block * MOST + 2 * AHEAD_BYTES
 
 
 def _queries(layer: Layer, n: int) -> int:

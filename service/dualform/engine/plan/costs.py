@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from dualform.engine.memory.layer import Layer
-from dualform.engine.memory.residency import resident
+from dualform.engine.memory.layer import Layer, resident
 from dualform.engine.plan.offer import Offer
+from dualform.store.packed_rows import block_rows
 
 # Seconds per byte of keys: read once, for each of the first eight queries, for each further one.
 _SCAN = (0.086e-9, 0.014e-9, 0.006e-9)
@@ -40,6 +40,8 @@ _CALL = 1e-4
 # Seconds per byte that the page cache does not hold; rows that lie apart bring whole pages.
 _DISK = 1 / 0.3e9
 _PAGE = 4096
+# Seconds per byte that packed keys and values become (docs/decisions/0032-packed-index.md).
+_UNPACKED = 3.7e-9
 
 PRUNED_QUERIES = 32
 """So many queries are pruned together: of more, too many rows matter to one or another, and their
@@ -61,7 +63,29 @@ def left_seconds(rows: float, width: int, queries: int) -> float:
     return _SCATTERED * scan_seconds(rows * width, queries) + _PAIR * rows * queries
 
 
-def pruning_pays(kept: int, rows: int, width: int, queries: int, faiss: bool) -> bool:
+def unpack_seconds(layer: Layer, read: float, rows: int, *, values: bool = False) -> float:
+    """To unpack some of the rows that take part, evenly spread over them; 0 where none are packed.
+
+    Args:
+        layer: Whose.
+        read: How many are read.
+        rows: How many take part.
+        values: Whether their values are read too.
+    """
+    if not layer.packed:
+        return 0.0
+    widths = [layer.key_bytes, layer.value_bytes] if values else [layer.key_bytes]
+    return _UNPACKED * sum(width * min(rows, read * block_rows(width)) for width in widths)
+
+
+def pruning_pays(
+    kept: int,
+    rows: int,
+    width: int,
+    queries: int,
+    faiss: bool,
+    unpacking: tuple[float, float] = (0.0, 0.0),
+) -> bool:
     """Whether reading what sketches left of a shard is cheaper than searching all of it.
 
     Args:
@@ -69,9 +93,11 @@ def pruning_pays(kept: int, rows: int, width: int, queries: int, faiss: bool) ->
         width: Bytes of a key.
         queries: How many.
         faiss: Whether FAISS would search the shard.
+        unpacking: Seconds for what is left, and for all.
     """
     whole = flat_seconds if faiss else scan_seconds
-    return left_seconds(kept, width, queries) < whole(rows * width, queries)
+    of_left, of_all = unpacking
+    return left_seconds(kept, width, queries) + of_left < whole(rows * width, queries) + of_all
 
 
 @dataclass(frozen=True)
@@ -112,6 +138,7 @@ def top_k_by_keys_seconds(
         find = _SCATTERED * found["scan"]
     else:
         find = found["certified"] + _SCATTERED_SKETCH * by.keys * -(-queries // PRUNED_QUERIES)
+    find += unpack_seconds(layer, by.keys, layer.rows)
     return find + _COUNTED * by.counted + _BROUGHT * queries * hits
 
 
@@ -130,12 +157,14 @@ def top_k_seconds(
     """
     size, returned = rows * layer.scanned_bytes, queries * hits
     cold = (1 - there) * rows * layer.key_bytes * _DISK
+    unpacked = unpack_seconds(layer, rows, rows)
     blocks = -(-queries // PRUNED_QUERIES)
     seconds = {
-        "scan": scan_seconds(size, queries) + cold + _CANDIDATE * returned,
+        "scan": scan_seconds(size, queries) + unpacked + cold + _CANDIDATE * returned,
         "flat": flat_seconds(size, queries) + cold + _FLAT_HIT * returned * len(layer.shards),
         "certified": rows * (_SKETCH[0] * blocks + _SKETCH[1] * queries)
         + blocks * left_seconds(kept * rows, layer.scanned_bytes, queries // blocks)
+        + blocks * unpack_seconds(layer, kept * rows, rows)
         + min(1.0, kept * max(1.0, _PAGE / layer.key_bytes)) * cold
         + _CANDIDATE * returned,
     }
@@ -172,14 +201,16 @@ def key_sums_seconds(layer: Layer, queries: int, runs: int) -> float:
 def sums_seconds(layer: Layer, queries: int, rows: int) -> float:
     """For sums by a scan of so many rows."""
     cold = (1 - resident(layer)) * rows * layer.key_bytes * _DISK
-    return _CALL + scan_seconds(rows * layer.scanned_bytes, queries) + cold
+    scan = scan_seconds(rows * layer.scanned_bytes, queries)
+    return _CALL + scan + unpack_seconds(layer, rows, rows) + cold
 
 
 def distinct_keys_seconds(layer: Layer, queries: int, rows: int, keys: int) -> float:
     """For sums over so many rows, which have so many distinct keys."""
     cold = (1 - resident(layer)) * keys * max(layer.key_bytes, _PAGE) * _DISK
     scan = scan_seconds(keys * layer.scanned_bytes, queries)
-    return _CALL + _COUNTED * rows + _SCATTERED * scan + cold
+    unpacked = unpack_seconds(layer, keys, layer.rows)
+    return _CALL + _COUNTED * rows + _SCATTERED * scan + unpacked + cold
 
 
 def output_costs(layer: Layer, queries: int, rows: int, parts: int) -> dict[str, float]:
@@ -190,7 +221,10 @@ def output_costs(layer: Layer, queries: int, rows: int, parts: int) -> dict[str,
     return {
         "rebuilt": _CALL + _PRODUCT * 8 * layer.d_in * layer.d_out * queries,
         "parts": _CALL + _PRODUCT * 4 * layer.d_in * layer.d_out * queries * parts,
-        "scan": _CALL + _OUTPUT * scan_seconds(size, queries) + cold,
+        "scan": _CALL
+        + _OUTPUT * scan_seconds(size, queries)
+        + unpack_seconds(layer, rows, rows, values=True)
+        + cold,
     }
 
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 
-from dualform.engine.memory.layer import Layer
-from dualform.engine.memory.residency import resident
+from dualform.engine.memory.layer import Layer, resident
 from dualform.engine.plan.costs import (
     PRUNED_QUERIES,
     ByKeys,

@@ -18,7 +18,7 @@ from dualform.engine.memory.shards import Shard, Stop, as_slice, check_stop, til
 from dualform.engine.memory.sketch import best_rows
 from dualform.engine.memory.tiles import Tile
 from dualform.engine.memory.weights import needs_float64, tile_weights
-from dualform.engine.plan.costs import PRUNED_QUERIES, pruning_pays
+from dualform.engine.plan.costs import PRUNED_QUERIES, pruning_pays, unpack_seconds
 from dualform.engine.threads import over_shards
 from dualform.engine.topk.contribution_bounds import Bounds, ContributionBounds, WeightBounds
 from dualform.engine.topk.ranking import Ranking
@@ -62,7 +62,9 @@ def faiss_applies(layer: Layer, ranking: Ranking, whole: bool) -> str | None:
     ):
         if given is not None:
             return f"FAISS proposes rows by weight, without {what}"
-    if not layer.keys_are_float32:
+    if layer.packed:
+        return f"FAISS searches keys as they lie, and those of layer {layer.name!r} are packed"
+    if not layer.keys_are_mapped:
         return f"FAISS searches float32 keys, not {layer.manifest.key_encoding}"
     if ranking.order == "absolute":
         return "FAISS knows no absolute order"
@@ -248,7 +250,8 @@ class Scan:
         self.asked += rows
         self.kept += left
         faiss = self._use_faiss and rows == sum(shard.rows for shard in span)
-        if left and not pruning_pays(left, rows, width, len(queries), faiss):
+        of_left, of_all = (unpack_seconds(self._layer, read, rows) for read in (left, rows))
+        if left and not pruning_pays(left, rows, width, len(queries), faiss, (of_left, of_all)):
             return False
         self._scan_rows(_positions(where, kept), queries, best)
         return True

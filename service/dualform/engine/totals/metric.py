@@ -198,7 +198,7 @@ def unit_metric(
     layer: Layer, ledger: Ledger, unit: int, between: Between, stop: Stop | None
 ) -> UnitMetric:
     """The metric of an output unit, by one pass over the rows; arguments as for `passed`."""
-    values = layer.values_at(np.arange(layer.rows), unit)
+    values = layer.values_at(np.arange(layer.rows), unit, stop)
     found = passed(layer, ledger, unit, between, values, stop)
     ledgers = _ledgers(layer, ledger, between.first, between.end)
     shapes: dict[str, tuple[int, ...]] = {"weight": (layer.d_in,), "bias": ()}
@@ -369,7 +369,7 @@ class UnitMetrics:
     def passed(self, layer: Layer, unit: int, between: Between, stop: Stop | None) -> Passed:
         """Follow a unit; arguments as for `passed`. The moves, which are as many numbers as the
         metric, are left out."""
-        values = layer.values_at(np.arange(layer.rows), unit)
+        values = layer.values_at(np.arange(layer.rows), unit, stop)
         found = passed(layer, self._ledger, unit, between, values, stop)
         alone = {which: by_momentum(moves) for which, moves in found.moves.items()}
         return replace(found, moves={}, alone=alone)

@@ -7,15 +7,19 @@ time is enough: its order is sorted once, and each step's rows are gathered from
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from dualform.engine.memory.layer import Layer
-from dualform.engine.memory.shards import Stop, check_stop, tile_rows
+from dualform.engine.memory.shards import TILE_BYTES, Shard, Stop, check_stop, tile_rows
 from dualform.optimizers import PRODUCT_ROWS
+from dualform.store.encoding import FLOAT32
+
+AHEAD_BYTES = 4 * TILE_BYTES
+"""Of packed rows that are read before their step's turn comes, at most, unless a step has more."""
 
 
 @dataclass(frozen=True)
@@ -73,19 +77,9 @@ def steps_in_order(
         inside = inside[np.argsort(space.ids[span][inside], kind="stable")]
         if not len(inside):
             continue
-        assert shard.values is not None
-        values = shard.values.rows()
         bounds = np.flatnonzero(np.diff(steps[inside])) + 1
-        for places in np.split(inside, bounds):
-            check_stop(stop)
-            which = torch.from_numpy(places)
-            found = StepRows(
-                int(steps[places[0]]),
-                places + shard.start,
-                shard.keys.pick(places),
-                # Stored numbers of 16 bits are float32 ones.
-                torch.index_select(values[:, units], 0, which).float(),
-            )
+        for places, keys, values in _read(layer, shard, np.split(inside, bounds), units, stop):
+            found = StepRows(int(steps[places[0]]), places + shard.start, keys, values)
             if waiting and waiting[0].step != found.step:
                 yield _joined(waiting)
                 waiting = []
@@ -119,13 +113,13 @@ def key_sums(
     sums = torch.zeros((end - first, layer.d_in), dtype=torch.float64)
     before = int(np.searchsorted(steps, first))
     bags = _bags(steps[before:]) + before
-    most = space.total if layer.keys_are_float32 else tile_rows(layer.d_in, 1)
+    most = space.total if layer.keys_are_mapped else tile_rows(layer.d_in, 1)
     for number, one, last in _inside(bags, space.starts, most):
         check_stop(stop)
         shard, rows = layer.shards[number], slice(bags[one], bags[last])
         positions = by_id[rows]
-        if layer.keys_are_float32 and bags[last] <= space.starts[number + 1]:
-            keys, places = shard.keys.rows(), positions - shard.start
+        if layer.keys_are_mapped and bags[last] <= space.starts[number + 1]:
+            keys, places = shard.mapped_keys(), positions - shard.start
             shard.keys.expect(scattered=False)
         else:
             order = np.argsort(positions)
@@ -157,6 +151,29 @@ def key_sum(keys: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     for of_bag in found.double():
         total += of_bag
     return total
+
+
+def _read(
+    layer: Layer, shard: Shard, steps: Sequence[np.ndarray], units: slice, stop: Stop | None
+) -> Iterator[tuple[np.ndarray, torch.Tensor, torch.Tensor]]:
+    """Each step's places in the shard, keys, and values of some units. Packed rows of several steps
+    are read together: they lie in the same blocks."""
+    assert shard.values is not None
+    most = AHEAD_BYTES // FLOAT32.row_bytes(layer.d_in + layer.d_out) if layer.packed else 0
+    first = 0
+    while first < len(steps):
+        check_stop(stop)
+        last, rows = first + 1, len(steps[first])
+        while last < len(steps) and rows + len(steps[last]) <= most:
+            rows += len(steps[last])
+            last += 1
+        together = steps[first:last]
+        places = together[0] if len(together) == 1 else np.concatenate(together)
+        sizes = [len(each) for each in together]
+        keys = shard.keys.pick(places).split(sizes)
+        values = shard.values.pick_units(places, units).split(sizes)
+        yield from zip(together, keys, values, strict=True)
+        first = last
 
 
 def _by_id(layer: Layer) -> np.ndarray:

@@ -1,0 +1,299 @@
+"""A packed index answers as the plain one of the same recording does, bit for bit."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from synthetic import make_index, make_recording
+from torch import nn
+
+from dualform.client import Client
+from dualform.client._filters import parse_filter
+from dualform.engine import Index, verify_index
+from dualform.engine.errors import CancelledError, DataLossError, InvalidArgumentError
+from dualform.engine.memory.packed import PackedFile
+from dualform.index import build_index, pack_index, unpack_index
+from dualform.record import Recorder
+from dualform.store import IndexManifest
+
+ROWS, D_IN, D_OUT = 1800, 300, 40
+
+
+@pytest.fixture(scope="module")
+def queries() -> np.ndarray:
+    return np.random.default_rng(9).standard_normal((3, D_IN)).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def keys() -> np.ndarray:
+    """As after ReLU, some of them again, and two that are not finite."""
+    rng = np.random.default_rng(0)
+    found = np.maximum(rng.standard_normal((600, 8)) @ rng.standard_normal((8, D_IN)), 0)
+    found = found[rng.integers(0, 600, ROWS)].astype(np.float32)
+    found[7, 3], found[900, 0] = np.nan, np.inf
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory, keys: np.ndarray) -> Path:
+    rng = np.random.default_rng(1)
+    values = rng.standard_normal((ROWS, D_OUT)) * (rng.random((ROWS, D_OUT)) < 0.5)
+    recording = make_recording(
+        tmp_path_factory.mktemp("packed") / "run",
+        keys,
+        values.astype(np.float32),
+        50,
+        0.001,
+        0.9,
+        {"label": [t % 5 for t in range(ROWS)]},
+    )
+    build_index(recording, recording.parent / "plain", shard_rows=400, parts=["label"])
+    build_index(recording, recording.parent / "packed", shard_rows=400, parts=["label"], pack=True)
+    return recording.parent / "plain"
+
+
+@pytest.fixture(scope="module")
+def packed(plain: Path) -> Path:
+    return plain.parent / "packed"
+
+
+def answers(path: Path, queries: np.ndarray) -> dict[str, np.ndarray]:
+    """All kinds of questions, each way to answer them that both indexes have."""
+    found: dict[str, np.ndarray] = {}
+    where = parse_filter("label in (1, 3) and step < 30")
+    with Index.open(path, device="cpu") as index:
+        for strategy in ("certified", "scan", "distinct_keys", "auto"):
+            for order in ("largest", "smallest", "absolute"):
+                hits = index.top_k("fc", queries, 20, order=order, strategy=strategy)
+                found[f"rows {strategy} {order}"] = hits.rows
+                found[f"scores {strategy} {order}"] = hits.scores
+        for name, more in (
+            ("one", {}),
+            ("filtered", {"where": where}),
+            ("grouped", {"group_by": "label"}),
+            ("distinct", {"distinct": "label"}),
+            ("contribution", {"rank_by": "contribution", "unit": 2}),
+            ("cosine", {"rank_by": "cosine"}),
+        ):
+            hits = index.top_k("fc", queries[:1], 5, **more)  # type: ignore[arg-type]
+            found[f"{name} rows"], found[f"{name} scores"] = hits.rows, hits.scores
+        for strategy in ("key_sums", "scan", "distinct_keys"):
+            sums = index.sums("fc", queries, "label", strategy=strategy)
+            found[f"sums {strategy}"] = sums.values
+        found["absolute"] = index.sums("fc", queries, "label", absolute=True, where=where).values
+        found["output"] = index.dual_output("fc", queries, at_step=17).values
+        found["some"] = index.dual_output("fc", queries, where=where).values
+        found["scanned"] = index.dual_output("fc", queries, strategy="scan").values
+        found["parts"] = index.dual_output("fc", queries, group_by="label").values
+        found["by step"] = index.top_groups("fc", queries, by="step", k=4).scores
+        chunks = [chunk.weights for chunk in index.stream_weights("fc", queries)]
+        found["weights"] = np.concatenate(chunks, axis=1)
+        index.verify_files()
+    return found
+
+
+def test_every_answer_is_that_of_the_plain_index(
+    plain: Path, packed: Path, keys: np.ndarray, queries: np.ndarray
+) -> None:
+    layer = IndexManifest.load(packed).layers["fc"]
+    assert all(shard.keys.name.endswith("keys.packed") for shard in layer.shards)
+    assert all(shard.values.name.endswith("values.packed") for shard in layer.shards)  # type: ignore[union-attr]
+    expected, found = answers(plain, queries), answers(packed, queries)
+    for what, each in expected.items():
+        np.testing.assert_array_equal(found[what], each, err_msg=what)
+    finite = np.isfinite(keys).all(axis=1)
+    exact = queries.astype(np.float64) @ keys[finite].T.astype(np.float64)
+    np.testing.assert_array_equal(found["weights"][:, finite], exact.astype(np.float32))
+
+
+def test_verify_says_the_same(plain: Path, packed: Path) -> None:
+    reports = [verify_index(path) for path in (plain, packed)]
+    assert not reports[1].damage
+    assert reports[1].ok == reports[0].ok
+    of_plain, of_packed = (report.layers[0] for report in reports)
+    assert of_packed.weight_error == of_plain.weight_error
+    assert of_packed.output_error == of_plain.output_error
+
+
+@pytest.mark.parametrize("encoding", ["bfloat16", "float16", "one_hot"])
+def test_keys_of_other_encodings(tmp_path: Path, queries: np.ndarray, encoding: str) -> None:
+    rng = np.random.default_rng(3)
+    if encoding == "one_hot":
+        keys = np.eye(D_IN, dtype=np.float32)[np.sort(rng.integers(0, D_IN, ROWS))]
+    else:
+        keys = np.float32(2.0) ** rng.integers(-2, 3, (ROWS, D_IN)).astype(np.float32)
+    values = np.sign(rng.standard_normal((ROWS, 4))).astype(np.float32)
+    path = make_index(tmp_path, keys, values, shard_rows=1000, encodings=(encoding,))
+    pack_index(path, tmp_path / "packed")
+    layer = IndexManifest.load(tmp_path / "packed").layers["fc"]
+    assert layer.shards[0].keys.name.endswith(".packed")
+    assert layer.key_encoding == encoding
+    with Index.open(path, device="cpu") as one, Index.open(tmp_path / "packed") as other:
+        for strategy in ("scan", "auto"):
+            expected, found = (
+                index.top_k("fc", queries, 9, strategy=strategy) for index in (one, other)
+            )
+            np.testing.assert_array_equal(found.rows, expected.rows)
+            np.testing.assert_array_equal(found.scores, expected.scores)
+        np.testing.assert_array_equal(
+            other.dual_output("fc", queries, at_step=60).values,
+            one.dual_output("fc", queries, at_step=60).values,
+        )
+    assert not verify_index(tmp_path / "packed").damage
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+def test_outputs_are_those_of_the_trained_layers(tmp_path: Path, optimizer: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 5))
+    options = {"lr": 0.05, "momentum": 0.9} if optimizer == "SGD" else {"lr": 1e-3}
+    trainer = getattr(torch.optim, optimizer)(model.parameters(), **options)
+    labels = torch.arange(64) % 5
+    images = torch.randn(5, 64)[labels].relu() + 0.1 * torch.randn(64, 64).relu()
+    with Recorder(model, trainer, tmp_path / "run") as recorder:
+        for _ in range(25):
+            recorder.annotate(label=labels, example=torch.arange(64))
+            loss = nn.functional.cross_entropy(model(images), labels)
+            trainer.zero_grad()
+            loss.backward()
+            trainer.step()
+    build_index(tmp_path / "run", tmp_path / "plain", shard_rows=500)
+    build_index(tmp_path / "run", tmp_path / "packed", shard_rows=500, pack=True)
+    assert verify_index(tmp_path / "packed").ok
+    asked = images[:8]
+    with (
+        Client.local(tmp_path / "plain", device="cpu") as one,
+        Client.local(tmp_path / "packed", device="cpu") as other,
+    ):
+        hidden = model[1](model[0](asked)).detach()
+        expected = (model[2](hidden) - model[2].bias).detach().numpy()
+        found = other.dual_output("2", hidden.numpy(), at_step=25)
+        bias = model[2].bias.detach().numpy()
+        np.testing.assert_allclose(found.values, expected + bias, rtol=1e-4, atol=1e-5)
+        calls = _attribution(model, asked)
+        for call in calls if optimizer == "SGD" else calls[1:]:
+            np.testing.assert_array_equal(call(other), call(one))
+
+
+def _attribution(model: nn.Module, asked: torch.Tensor) -> list[Callable[[Client], Any]]:
+    return [
+        lambda client: client.self_influence(by="example").scores,
+        lambda client: client.attribute(model, asked, target="margin", k=5).scores,
+        lambda client: client.attribute(model, asked, target="margin", k=5).groups,
+        lambda client: (
+            client.top_k(
+                "2", np.ones((1, 128), np.float32), rank_by="contribution", unit=1, k=7
+            ).scores
+        ),
+        lambda client: (
+            client.dual_output("0", asked.numpy(), where="label < 3", max_residual=1.0).values
+        ),
+    ]
+
+
+def test_faiss_is_refused_in_words(packed: Path, queries: np.ndarray) -> None:
+    with Index.open(packed, device="cpu") as index:
+        with pytest.raises(InvalidArgumentError, match="layer 'fc' are packed"):
+            index.top_k("fc", queries, 3, strategy="flat")
+        plan = index.top_k("fc", queries, 3).plan
+        assert plan is not None
+        assert "flat" not in plan.costs
+
+
+def test_few_rows_take_few_blocks(
+    packed: Path, queries: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks: list[int] = []
+    parts = PackedFile._parts
+
+    def counted(self: PackedFile, which: Any) -> Any:
+        for part in parts(self, which):
+            blocks.append(1)
+            yield part
+
+    with Index.open(packed, device="cpu") as index:
+        every = sum(
+            shard.keys._content.blocks  # type: ignore[attr-defined]
+            for shard in index.layers["fc"].shards
+            if shard.keys._used()
+        )
+        monkeypatch.setattr(PackedFile, "_parts", counted)
+        index.top_k("fc", queries[:1], 1, strategy="scan")
+        scanned = len(blocks)
+        blocks.clear()
+        index.layers["fc"].keys_at(np.array([3, 4, 801]))
+    assert scanned >= every == 5 * 8 - 4
+    assert len(blocks) == 2
+
+
+def test_a_scan_stops_midway(packed: Path, queries: np.ndarray) -> None:
+    asked: list[int] = []
+
+    def stop() -> bool:
+        asked.append(1)
+        return len(asked) > 3
+
+    with Index.open(packed, device="cpu") as index, pytest.raises(CancelledError):
+        index.top_k("fc", queries, 5, strategy="scan", stop=stop)
+
+
+def test_threads_share_an_index(packed: Path, queries: np.ndarray) -> None:
+    with Index.open(packed, device="cpu") as index:
+        expected = index.top_k("fc", queries, 20, strategy="scan")
+        with ThreadPoolExecutor(4) as pool:
+            found = list(
+                pool.map(
+                    lambda number: index.top_k("fc", queries[number % 3][None], 20),
+                    range(12),
+                )
+            )
+    for number, hits in enumerate(found):
+        np.testing.assert_array_equal(hits.rows[0], expected.rows[number % 3])
+        np.testing.assert_array_equal(hits.scores[0], expected.scores[number % 3])
+
+
+@pytest.mark.parametrize("what", ["keys", "values"])
+def test_damage_is_told_by_file(
+    packed: Path, tmp_path: Path, queries: np.ndarray, what: str
+) -> None:
+    hurt = shutil.copytree(packed, tmp_path / "hurt")
+    file = hurt / f"layers/fc/000002.{what}.packed"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with Index.open(hurt, device="cpu") as index:
+        with pytest.raises(DataLossError, match=f"000002.{what}.packed.*digest"):
+            index.dual_output("fc", queries, at_step=17)
+        assert f"000002.{what}.packed" in str(index.damage)
+    (damage,) = verify_index(hurt).damage
+    assert damage.file == f"layers/fc/000002.{what}.packed"
+    assert (damage.first_row, damage.last_row) == (800, 1199)
+
+
+def test_a_file_that_is_changed_under_an_open_index_is_noticed(
+    packed: Path, tmp_path: Path, queries: np.ndarray
+) -> None:
+    hurt = shutil.copytree(packed, tmp_path / "hurt")
+    with Index.open(hurt, device="cpu") as index:
+        index.top_k("fc", queries, 3, strategy="scan")
+        with open(hurt / "layers/fc/000001.keys.packed", "r+b") as file:
+            file.truncate(100)
+        with pytest.raises(DataLossError, match=r"000001\.keys\.packed"):
+            index.top_k("fc", queries, 3, strategy="scan")
+
+
+def test_unpacked_again_it_is_the_plain_index(plain: Path, packed: Path, tmp_path: Path) -> None:
+    unpack_index(packed, tmp_path / "again")
+    pack_index(plain, tmp_path / "packed")
+    for made, expected in ((tmp_path / "again", plain), (tmp_path / "packed", packed)):
+        files = {path.relative_to(expected) for path in expected.rglob("*") if path.is_file()}
+        assert {path.relative_to(made) for path in made.rglob("*") if path.is_file()} == files
+        for name in files:
+            assert (made / name).read_bytes() == (expected / name).read_bytes(), name
