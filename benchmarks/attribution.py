@@ -26,6 +26,7 @@ from torch import nn
 from dualform.client._gradients import gradients_of
 from dualform.client._targets import target_of
 from dualform.engine import Index
+from dualform.engine.memory.shards import ShardFile
 from dualform.layers import layers_of
 from dualform.questions import AttributeQuestion
 
@@ -133,8 +134,8 @@ def read_all(index: Index) -> float:
     total = 0.0
     for layer in index.layers.values():
         for shard in layer.shards:
-            assert shard.values is not None
             for file in (shard.keys, shard.values):
+                assert isinstance(file, ShardFile)
                 total += float(file.rows().sum())
     return total
 

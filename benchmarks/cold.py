@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from dualform.engine import Index
+from dualform.engine.memory.shards import ShardFile
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _MADV_DONTNEED = 4
@@ -52,6 +53,6 @@ def _read_bytes() -> int:
 def _mapped(index: Index, layer: str, sketches: bool) -> Iterator[tuple[Path, int, int]]:
     for shard in index.layers[layer].shards:
         for file in (shard.keys, shard.values, shard.sketch if sketches else None):
-            if file is not None:
+            if isinstance(file, ShardFile):
                 rows = file.rows()
                 yield file.path, rows.data_ptr(), rows.numel() * 4

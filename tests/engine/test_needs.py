@@ -13,7 +13,7 @@ import warm
 from synthetic import make_index
 from torch import nn
 
-from dualform.index import build_index
+from dualform.index import build_index, pack_index
 from dualform.record import Recorder
 
 ROWS, D = 15_000, 16
@@ -152,6 +152,26 @@ for step in (None, 30):
         max_residual=1e9))
 """
 
+PACKED = """
+for strategy in ("certified", "scan"):
+    rows(f"top-k-{strategy}", TopKQuestion("fc", some[:20], k=100, strategy=strategy))
+rows("sums", SumsQuestion("fc", some[:20], group_by="label", strategy="scan"))
+for unit in (1, 2):
+    rows(f"contribution-{unit}", TopKQuestion("fc", some[:5], k=20, rank_by="contribution",
+        unit=unit, max_residual=1e9))
+rows("direction", TopKQuestion("fc", some[:20], k=20, rank_by="contribution",
+    direction=some[:20, :d_out], max_residual=1e9))
+few = parse_filter("label != 3")
+rows("output", OutputQuestion("fc", some[:20], where=few, max_residual=1e9))
+rows("output-groups", OutputQuestion("fc", some[:20], group_by="label", max_residual=1e9))
+attribute("attribute", some[:20], 20, "label", 5)
+stream = StreamWeightsQuestion("fc", some[:20])
+one("stream", needs.of_stream(index, stream),
+    lambda: [len(p.SerializeToString())
+             for p in answers.stream_weights(index, stream, limits, None)])
+rows("again", TopKQuestion("fc", some[:20], k=1))
+"""
+
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_estimates_are_upper_bounds(tmp_path: Path) -> None:
@@ -193,6 +213,21 @@ def test_so_are_those_of_layers_that_are_followed(tmp_path: Path) -> None:
             optimizer.step()
     build_index(tmp_path / "recording", tmp_path / "index")
     assert_upper_bounds(FOLLOWED, tmp_path / "index")
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_so_are_those_of_packed_indexes(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    plane = np.maximum(rng.standard_normal((WIDE_ROWS, 8)) @ rng.standard_normal((8, WIDE)), 0)
+    index = make_index(
+        tmp_path,
+        plane.astype(np.float32),
+        rng.standard_normal((WIDE_ROWS, WIDE)).astype(np.float32),
+        rows_per_step=500,
+        label=(np.arange(WIDE_ROWS) % 7).tolist(),
+    )
+    pack_index(index, tmp_path / "packed")
+    assert_upper_bounds(PACKED, tmp_path / "packed")
 
 
 def assert_upper_bounds(questions: str, *indexes: Path) -> list[list[str]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,9 +21,11 @@ from dualform.client._filters import parse_filter
 from dualform.engine import Index, verify_index
 from dualform.engine.errors import CancelledError, DataLossError, InvalidArgumentError
 from dualform.engine.memory.packed import PackedFile
-from dualform.index import build_index, pack_index, unpack_index
+from dualform.index import build_index, pack_index, repack, unpack_index
 from dualform.record import Recorder
-from dualform.store import IndexManifest
+from dualform.store import DamagedError, IndexManifest, NoSpaceError
+from dualform.store.files import digest, read_json, write_sealed
+from dualform.store.packed_rows import PackedRows
 
 ROWS, D_IN, D_OUT = 1800, 300, 40
 
@@ -289,6 +293,42 @@ def test_a_file_that_is_changed_under_an_open_index_is_noticed(
             index.top_k("fc", queries, 3, strategy="scan")
 
 
+def test_another_version_goes_on_with_what_is_mapped(
+    packed: Path, tmp_path: Path, queries: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = shutil.copytree(packed, tmp_path / "other", copy_function=os.link)
+    with Index.open(packed, device="cpu") as before, Index.open(other, device="cpu") as after:
+        expected = before.dual_output("fc", queries, strategy="scan").values
+        after.adopt(before)
+        monkeypatch.setattr(PackedRows, "all", None)  # nothing is unpacked whole once more
+        after.verify_files()
+        found = after.dual_output("fc", queries, strategy="scan").values
+        for ours, theirs in zip(after.layers["fc"].shards, before.layers["fc"].shards, strict=True):
+            assert ours.keys.mapped() == theirs.keys.mapped() is not None
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("full", ["keys", "manifest"])
+def test_a_full_disk_leaves_nothing(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: str
+) -> None:
+    write = repack.write_parts
+
+    def no_space(directory: Path, name: str, parts: Any) -> Any:
+        if full in name:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(directory, name, parts)
+
+    monkeypatch.setattr(repack, "write_parts", no_space)
+    if full == "manifest":
+        monkeypatch.setattr(
+            IndexManifest, "save", lambda self, path: no_space(path, "manifest", [])
+        )
+    with pytest.raises(NoSpaceError, match=r"no space left; .* Nothing of it was kept"):
+        pack_index(plain, tmp_path / "packed")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_unpacked_again_it_is_the_plain_index(plain: Path, packed: Path, tmp_path: Path) -> None:
     unpack_index(packed, tmp_path / "again")
     pack_index(plain, tmp_path / "packed")
@@ -297,3 +337,92 @@ def test_unpacked_again_it_is_the_plain_index(plain: Path, packed: Path, tmp_pat
         assert {path.relative_to(made) for path in made.rglob("*") if path.is_file()} == files
         for name in files:
             assert (made / name).read_bytes() == (expected / name).read_bytes(), name
+
+
+def _changed(directory: Path, what: str, change: Callable[[bytearray], object]) -> None:
+    """Change the third shard's file, and have the manifest say that this is what was written."""
+    file = directory / f"layers/fc/000002.{what}.packed"
+    data = bytearray(file.read_bytes())
+    change(data)
+    file.write_bytes(data)
+    manifest = read_json(directory / "manifest.json", "")
+    entry = manifest["layers"][0]["shards"][2][what]
+    entry["bytes"], entry["xxh3"] = len(data), digest(bytes(data))
+    manifest.pop("xxh3")
+    write_sealed(directory / "manifest.json", manifest)
+
+
+def _put(place: int, number: int) -> Callable[[bytearray], object]:
+    return lambda data: data.__setitem__(slice(place, place + 8), number.to_bytes(8, "little"))
+
+
+@pytest.mark.parametrize("what", ["keys", "values"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_put(8, 2**40), "its header has rows 1,099,511,627,776 where the manifest makes it 400"),
+        (_put(32, 2**50), "its header has block_rows"),
+        (_put(40, 9), "its header has packing 9"),
+        (_put(64, 2**62), "its table"),
+        (lambda data: data.__delitem__(slice(200, None)), "its table"),
+        (_put(300, 2**62), "block 0: "),
+    ],
+)
+def test_a_file_that_lies_is_damage_with_its_field(
+    packed: Path,
+    tmp_path: Path,
+    queries: np.ndarray,
+    what: str,
+    change: Callable[[bytearray], object],
+    message: str,
+) -> None:
+    hurt = shutil.copytree(packed, tmp_path / "hurt")
+    _changed(hurt, what, change)
+    message = rf"000002\.{what}\.packed: .*{message}"
+    with (
+        Index.open(hurt, device="cpu") as index,
+        pytest.raises(DataLossError, match=message),
+    ):
+        index.dual_output("fc", queries, strategy="scan")
+    (damage,) = verify_index(hurt).damage
+    assert damage.file == f"layers/fc/000002.{what}.packed"
+    with pytest.raises(DamagedError, match=message):
+        unpack_index(hurt, tmp_path / "plain")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hurt"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("bytes", 400 * 4 * D_IN + 45, "bytes is .* fewer than its rows take"),
+        ("bytes", 3, "bytes is 3"),
+        ("name", "layers/fc/000001.keys.packed", "name is"),
+        ("name", "layers/fc/000002.values.packed", "name is"),
+        ("name", "layers/fc/000002.keys.faiss", "bytes is .* what 400 rows take"),
+    ],
+)
+def test_a_manifest_that_lies_of_packed_files_is_refused(
+    packed: Path, tmp_path: Path, field: str, value: object, message: str
+) -> None:
+    hurt = shutil.copytree(packed, tmp_path / "hurt")
+    manifest = read_json(hurt / "manifest.json", "")
+    manifest["layers"][0]["shards"][2]["keys"][field] = value
+    manifest.pop("xxh3")
+    write_sealed(hurt / "manifest.json", manifest)
+    with pytest.raises(DamagedError, match=rf"layers\[0\]\.shards\[2\]\.keys\.{message}"):
+        Index.open(hurt, device="cpu")
+
+
+def test_what_a_manifest_says_of_packed_keys_is_held_against_them(
+    packed: Path, tmp_path: Path, queries: np.ndarray
+) -> None:
+    hurt = shutil.copytree(packed, tmp_path / "hurt")
+    manifest = read_json(hurt / "manifest.json", "")
+    manifest["layers"][0]["shards"][2]["max_norm"] /= 2
+    manifest.pop("xxh3")
+    write_sealed(hurt / "manifest.json", manifest)
+    with (
+        Index.open(hurt, device="cpu") as index,
+        pytest.raises(DataLossError, match=r"000002\.keys\.packed: a key is .* long"),
+    ):
+        index.top_k("fc", queries, 3)

@@ -237,8 +237,10 @@ def _check_shard_files(where: str, layer: IndexLayer, i: int, rows: int) -> None
             raise ValueError(f"{where}.{name} {'is missing' if there else 'does not belong'}")
         if entry is not None and name in _MAY_BE_PACKED and is_packed(entry):
             _called(entry, shard_file(layer.name, i, packed_name(file)), f"{where}.{name}")
-            if not least_bytes(rows) <= entry.bytes < size:
-                raise wrong(f"{where}.{name}.bytes", entry.bytes, "fewer than its rows take")
+            least = least_bytes(rows)
+            if not least <= entry.bytes < size:
+                what = f"{least:,} or more, and fewer than its rows take"
+                raise wrong(f"{where}.{name}.bytes", entry.bytes, what)
             continue
         _called(entry, shard_file(layer.name, i, file), f"{where}.{name}")
         if entry is not None and entry.bytes != size:

@@ -123,11 +123,12 @@ class RowFile(ABC):
         Raises:
             DamagedError: It does not hold what was written, or what the index says of it.
         """
-        known = self._content is not None
+        known, adopted = self._content is not None, self._adopted
         content = self._used()
-        if not known or self._adopted:  # it was read just now, or for the version before
-            self._adopted = False
-        else:
+        self._adopted = False
+        if adopted:  # it was read for the version before
+            return
+        if known:  # or else it was read just now
             with opened(self._directory, self._entry, REBUILD) as fd:
                 check_digest_of(fd, self._directory, self._entry, REBUILD)
             with self._damage():
