@@ -237,6 +237,34 @@ def test_few_rows_take_few_blocks(
     assert len(blocks) == 2
 
 
+def test_any_rows_in_any_order(plain: Path, packed: Path) -> None:
+    rng = np.random.default_rng(11)
+    with Index.open(plain, device="cpu") as one, Index.open(packed, device="cpu") as other:
+        (theirs, *_), (ours, *_) = (index.layers["fc"].shards for index in (one, other))
+        some = [rng.integers(0, 400, size) for size in (0, 1, 7, 300)]
+        some += [np.sort(each) for each in some] + [np.arange(400)[::-1].copy()]
+        for which in (*some, slice(0, 400), slice(53, 55), slice(300, None), slice(7, 7)):
+            for mine, its in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
+                assert mine is not None
+                assert its is not None
+                assert torch.equal(mine.pick(which).nan_to_num(), its.pick(which).nan_to_num())
+                if isinstance(which, np.ndarray):
+                    for units in (slice(None), slice(3, 5)):
+                        found, expected = (file.pick_units(which, units) for file in (mine, its))
+                        assert torch.equal(found.nan_to_num(), expected.nan_to_num())
+
+
+def test_faiss_searches_keys_that_are_not_packed_beside_values_that_are(tmp_path: Path) -> None:
+    keys = np.frombuffer(np.random.default_rng(0).bytes(4 * 600 * 20), "<u4") >> 2
+    keys = keys.view("<f4").reshape(600, 20)  # all bits but two are noise
+    values = np.zeros((600, 8), np.float32)
+    pack_index(make_index(tmp_path, keys, values), tmp_path / "packed")
+    with Index.open(tmp_path / "packed", device="cpu") as index:
+        assert index.layers["fc"].packed == (False, True)
+        hits = index.top_k("fc", np.ones((1, 20), np.float32), 3, strategy="flat")
+        assert hits.rows.tolist() == [np.argsort(-keys.sum(axis=1, dtype=np.float64))[:3].tolist()]
+
+
 def test_a_scan_stops_midway(packed: Path, queries: np.ndarray) -> None:
     asked: list[int] = []
 

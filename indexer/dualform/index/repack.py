@@ -53,7 +53,7 @@ def unpack_index(index: Path | str, target: Path | str, progress: Progress | Non
 def _publish(index: Path, target: Path, progress: Progress | None, *, pack: bool) -> None:
     index = newest(index)
     manifest = IndexManifest.load(index)
-    is_now = any(layer.packed for layer in manifest.layers.values())
+    is_now = any(any(layer.packed) for layer in manifest.layers.values())
     if is_now == pack:
         raise BuildError(f"{index} is {'packed already' if pack else 'not packed'}")
     total = sum(manifest.row_bytes(name)[1] for name in manifest.layers)

@@ -172,7 +172,7 @@ class IndexManifest:
 
     def _version(self) -> int:
         """The oldest that can say all this."""
-        if any(layer.packed for layer in self.layers.values()):
+        if any(any(layer.packed) for layer in self.layers.values()):
             return 3
         used = {name for layer in self.layers.values() for name in layer.encodings}
         return 1 if used <= {FLOAT32.name} and self.payloads is None else 2

@@ -121,10 +121,12 @@ class IndexLayer:
         return self.key_encoding, self.value_encoding
 
     @property
-    def packed(self) -> bool:
-        """Whether any of its keys and values are."""
-        files = [file for shard in self.shards for file in (shard.keys, shard.values)]
-        return any(file is not None and is_packed(file) for file in files)
+    def packed(self) -> tuple[bool, bool]:
+        """Whether any of its keys are, and any of its values."""
+        return (
+            any(is_packed(shard.keys) for shard in self.shards),
+            any(shard.values is not None and is_packed(shard.values) for shard in self.shards),
+        )
 
 
 @dataclass(frozen=True)

@@ -203,11 +203,11 @@ class Layer:
     @property
     def keys_are_mapped(self) -> bool:
         """Whether FAISS can search the keys as they lie: float32 numbers, none of them packed."""
-        return self.manifest.key_encoding == FLOAT32.name and not self.packed
+        return self.manifest.key_encoding == FLOAT32.name and not self.packed[0]
 
-    @property
-    def packed(self) -> bool:
-        """Whether any keys or values are, and have to be unpacked when they are read."""
+    @cached_property
+    def packed(self) -> tuple[bool, bool]:
+        """Whether any keys, and any values, have to be unpacked when they are read."""
         return self.manifest.packed
 
     @property

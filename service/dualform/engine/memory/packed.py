@@ -109,6 +109,8 @@ def _by_block(
             inside = slice(begin - number * size, end - number * size)
             yield number, slice(begin - first, end - first), inside
         return
+    if not len(which):
+        return
     numbers = which // size
     order = None
     if (numbers[1:] < numbers[:-1]).any():

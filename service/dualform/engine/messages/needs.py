@@ -257,7 +257,7 @@ def _unpacking(layer: Layer) -> int:
     """What packed keys and values take when they are read: a tile of values, which would be mapped
     if they were plain, in each thread a block, its planes and what they become, and where rows are
     read step by step those of the next steps."""
-    if not layer.packed:
+    if not any(layer.packed):
         return 0
     block = max(BLOCK_BYTES, layer.key_bytes, layer.value_bytes)
     return TILE_BYTES + _BLOCK * block * MOST + 2 * AHEAD_BYTES

@@ -40,8 +40,9 @@ _CALL = 1e-4
 # Seconds per byte that the page cache does not hold; rows that lie apart bring whole pages.
 _DISK = 1 / 0.3e9
 _PAGE = 4096
-# Seconds per byte that packed keys and values become (docs/decisions/0032-packed-index.md).
-_UNPACKED = 3.7e-9
+# Seconds per byte that packed keys and values become: 17 times _SCAN, as measured in one run of
+# `python -m benchmarks packed-index`.
+_UNPACKED = 1.7e-9
 
 PRUNED_QUERIES = 32
 """So many queries are pruned together: of more, too many rows matter to one or another, and their
@@ -72,9 +73,10 @@ def unpack_seconds(layer: Layer, read: float, rows: int, *, values: bool = False
         rows: How many take part.
         values: Whether their values are read too.
     """
-    if not layer.packed:
-        return 0.0
-    widths = [layer.key_bytes, layer.value_bytes] if values else [layer.key_bytes]
+    of_keys, of_values = layer.packed
+    widths = [layer.key_bytes] if of_keys else []
+    if values and of_values:
+        widths.append(layer.value_bytes)
     return _UNPACKED * sum(width * min(rows, read * block_rows(width)) for width in widths)
 
 

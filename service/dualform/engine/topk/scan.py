@@ -62,7 +62,7 @@ def faiss_applies(layer: Layer, ranking: Ranking, whole: bool) -> str | None:
     ):
         if given is not None:
             return f"FAISS proposes rows by weight, without {what}"
-    if layer.packed:
+    if layer.packed[0]:
         return f"FAISS searches keys as they lie, and those of layer {layer.name!r} are packed"
     if not layer.keys_are_mapped:
         return f"FAISS searches float32 keys, not {layer.manifest.key_encoding}"

@@ -159,7 +159,7 @@ def _read(
     """Each step's places in the shard, keys, and values of some units. Packed rows of several steps
     are read together: they lie in the same blocks."""
     assert shard.values is not None
-    most = AHEAD_BYTES // FLOAT32.row_bytes(layer.d_in + layer.d_out) if layer.packed else 0
+    most = AHEAD_BYTES // FLOAT32.row_bytes(layer.d_in + layer.d_out) if any(layer.packed) else 0
     first = 0
     while first < len(steps):
         check_stop(stop)
