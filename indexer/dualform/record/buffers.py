@@ -13,6 +13,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from dualform.record.copies import NONE, Copies
 from dualform.store.encoding import FLOAT32, ONE_HOT, encoding
 from dualform.store.files import digest
 
@@ -41,9 +42,11 @@ class Pool:
 
     Args:
         keep_bytes: How much free memory to keep for reuse, at most.
+        copies: Fill buffers from devices.
     """
 
-    def __init__(self, keep_bytes: int) -> None:
+    def __init__(self, keep_bytes: int, copies: Copies = NONE) -> None:
+        self.copies = copies
         self._keep_bytes = keep_bytes
         self._free_bytes = 0  # or more: what was taken again is noticed at the limit
         self._arena = _Arena()
@@ -75,6 +78,8 @@ class Pool:
 
 class Buffer:
     """One array's worth of page-aligned memory.
+
+    What comes from a device is there once the pool's copies were waited for.
 
     Attributes:
         dtype: torch's, of the numbers: float32, bfloat16, float16, or `PLACES`.
@@ -127,22 +132,43 @@ class Buffer:
         host = self._host(source)
         if host is not None:
             self._bits()[...] = host
-        else:
+        elif not self._sent(source):
             self._tensor(source.shape).copy_(_dense(source))
 
     def copy_negated(self, source: torch.Tensor, columns: slice | None = None) -> None:
         """The same with the sign changed; of some columns, the others being zero then."""
-        if columns is not None:
-            whole = self._tensor(torch.Size(self.stored.shape))
-            whole.zero_()[:, columns].copy_(_dense(source).reshape(len(whole), -1)).neg_()
+        host = None if columns is not None else self._host(source)
+        if host is None and self._sent(source, columns, negated=True):
             return
-        host = self._host(source)
-        if host is None:
+        if columns is not None:
+            self._take(_dense(source), columns, negated=True)
+        elif host is None:
             self._tensor(source.shape).copy_(_dense(source)).neg_()
         elif self.dtype is torch.float32:
             np.negative(host, self.stored)
         else:
             np.bitwise_xor(host, _SIGN, out=self._bits())
+
+    def _sent(
+        self, source: torch.Tensor, columns: slice | None = None, negated: bool = False
+    ) -> bool:
+        """Whether the source lies on a device, and a copy of it is on its way."""
+        copies = self._pool.copies
+        if not copies.takes(source):
+            return False
+        # The job holds the buffer: its memory is not given to another before the copy is there.
+        copies.send(source, self.dtype, lambda host: self._take(host, columns, negated))
+        return True
+
+    def _take(self, source: torch.Tensor, columns: slice | None, negated: bool) -> None:
+        """Take over a dense source on the host, of some columns, the others being zero then."""
+        if columns is None:
+            target = self._tensor(source.shape).copy_(source)
+        else:
+            whole = self._tensor(torch.Size(self.stored.shape))
+            target = whole.zero_()[:, columns].copy_(source.reshape(len(whole), -1))
+        if negated:
+            target.neg_()
 
     def fill(self, write: Callable[[np.ndarray], None]) -> None:
         """Take over what a function writes into float32 [rows, width]: numbers of the dtype."""
@@ -155,6 +181,7 @@ class Buffer:
 
     def add(self, other: Buffer) -> Buffer:
         """What both hold together, float32: this buffer, or a wider one in its place."""
+        self._pool.copies.wait()
         rows, width, dtype = self._block.shape
         total = self
         if dtype is not torch.float32:

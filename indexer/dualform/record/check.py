@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from dualform.record.buffers import dot, gram, host_array, row_dots
+from dualform.record.copies import NONE, Copies
 from dualform.record.passes import Pass
 from dualform.record.watch import GradientWatch
 
@@ -119,6 +120,7 @@ class GradientCheck:
         d_out: Length of a value.
         random: A generator of the recorder's own, so that training's random state stays as it is.
         weight_2d: A weight, its gradient or its buffer as [d_out, d_in].
+        copies: Bring gradients from a device.
 
     Attributes:
         u: float32 [d_out], on the host: of mean square 1, no element near zero.
@@ -131,7 +133,9 @@ class GradientCheck:
         d_out: int,
         random: np.random.Generator,
         weight_2d: Callable[[torch.Tensor], torch.Tensor],
+        copies: Copies = NONE,
     ) -> None:
+        self._copies = copies
         self.u, self.v = _direction(random, d_out), _direction(random, d_in)
         self._u64 = self.u.astype(np.float64)
         self._random = random
@@ -148,17 +152,30 @@ class GradientCheck:
         self._part = self._next_part()
         return found
 
+    def look_ahead(self, weight: torch.Tensor | None, bias: torch.Tensor | None) -> None:
+        """These gradients are about to be tested."""
+        if weight is not None and self._copies.takes(weight):
+            self._copies.look_ahead(self._weight_2d(weight).detach()[self._part])
+        if bias is not None:
+            self._copies.look_ahead(bias.detach())
+
     def read(self, grad: torch.Tensor) -> float:
         """u'Gv of the part of a weight's gradient that this step reads; of a bias's, u.g."""
         if grad.dim() == 1:
-            return dot(_host(grad).astype(np.float64), self._u64)
+            return dot(self._host(grad).astype(np.float64), self._u64)
         return self._read(self._weight_2d(grad), self._part)
 
     def _read(self, matrix: torch.Tensor, part: slice) -> float:
-        host = _host(matrix, part)
+        host = self._host(matrix, part)
         reduced = np.empty(len(host))
         row_dots(host, self.v, reduced)
         return dot(reduced, self._u64[part])
+
+    def _host(self, tensor: torch.Tensor, rows: slice = slice(None)) -> np.ndarray:
+        host = host_array(tensor)
+        if host is not None and not self._copies.takes(tensor):
+            return host[rows]
+        return self._copies.read(tensor.detach()[rows])
 
     def _next_part(self) -> slice:
         if not self._order:
@@ -167,7 +184,7 @@ class GradientCheck:
 
     def probe(self, tensor: torch.Tensor) -> tuple[float, float]:
         """u'Tv for a weight, u.t for a bias; and the tensor's norm, for a weight an estimate."""
-        host = _host(tensor if tensor.dim() == 1 else self._weight_2d(tensor))
+        host = self._host(tensor if tensor.dim() == 1 else self._weight_2d(tensor))
         if host.ndim == 2:
             reduced = np.empty(len(host))
             row_dots(host, self.v, reduced)
@@ -233,7 +250,7 @@ class GradientCheck:
             sides: What the rows say.
             scale: The weight's; tried first, since nearly everything scales both alike.
         """
-        probe = dot(_host(grad).astype(np.float64), self._u64)
+        probe = dot(self._host(grad).astype(np.float64), self._u64)
         if abs(probe - scale * sides.bias) <= SCREEN * abs(scale) * sides.bias_size:
             return Verdict(True, False, scale, probe)
         if not math.isfinite(probe):
@@ -261,11 +278,6 @@ def _direction(random: np.random.Generator, length: int) -> np.ndarray:
 def _square(matrix: np.ndarray) -> float:
     """|matrix|^2, Frobenius norm, in float64 in the calling thread."""
     return float(np.einsum("ij,ij", matrix, matrix, dtype=np.float64))
-
-
-def _host(tensor: torch.Tensor, rows: slice = slice(None)) -> np.ndarray:
-    host = host_array(tensor)
-    return tensor.detach()[rows].cpu().numpy() if host is None else host[rows]
 
 
 def _weight_rows(passes: Sequence[Pass], shape: torch.Size) -> torch.Tensor:

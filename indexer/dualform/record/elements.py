@@ -17,6 +17,7 @@ import torch
 
 from dualform.optimizers import Family, moved
 from dualform.record.buffers import host_array
+from dualform.record.copies import NONE, Copies
 from dualform.store.ledger import LedgerRow
 
 SAMPLE = 64
@@ -45,9 +46,13 @@ class Sample:
     Args:
         random: The recorder's own generator.
         parameter: Whose.
+        copies: Bring them from a device.
     """
 
-    def __init__(self, random: np.random.Generator, parameter: torch.Tensor) -> None:
+    def __init__(
+        self, random: np.random.Generator, parameter: torch.Tensor, copies: Copies = NONE
+    ) -> None:
+        self._copies = copies
         numel = parameter.numel()
         if numel > SAMPLE:
             self._elements = random.choice(numel, SAMPLE, replace=False, shuffle=False)
@@ -55,10 +60,11 @@ class Sample:
             self._elements = np.resize(np.arange(numel), SAMPLE)
         self._at: dict[torch.device, torch.Tensor] = {}
         self._left: np.ndarray | torch.Tensor | None = None
+        self._now: tuple[torch.Tensor, int] | None = None
 
     def copy(self, tensor: torch.Tensor) -> np.ndarray | torch.Tensor:
         """The elements, [SAMPLE], where the tensor lies: nothing waits for a device."""
-        host = host_array(tensor)
+        host = None if self._copies.takes(tensor) else host_array(tensor)
         if host is not None and host.flags.c_contiguous:
             taken: np.ndarray = host.reshape(-1)[self._elements]
             return taken
@@ -73,17 +79,28 @@ class Sample:
 
     def leave(self, parameter: torch.Tensor) -> None:
         """A step has run: this is what it left."""
-        self._left = self.copy(parameter)
+        self._left = left = self.copy(parameter)
+        if isinstance(left, torch.Tensor):
+            self._copies.look_ahead(left)
+
+    def look_ahead(self, parameter: torch.Tensor) -> None:
+        """It is about to be asked whether the parameter stood still."""
+        if self._left is not None and self._copies.takes(parameter):
+            self._now = self.take(parameter), parameter._version
+            self._copies.look_ahead(self._now[0])
 
     def stood_still(self, parameter: torch.Tensor) -> bool:
         """Whether the elements are, bit for bit, what the last step left; True before the first."""
-        left, now = self._left, self.copy(parameter)
+        left = self._left
         if left is None:
             return True
+        ahead, self._now = self._now, None
+        seen = ahead is not None and ahead[1] == parameter._version
+        now = ahead[0] if seen and ahead is not None else self.copy(parameter)
         if isinstance(left, np.ndarray) and isinstance(now, np.ndarray):
             return left.tobytes() == now.tobytes()
-        left, now = (torch.as_tensor(x).cpu() for x in (left, now))
-        return torch.equal(left.view(torch.int32), now.view(torch.int32))
+        left, now = (self._copies.read(torch.as_tensor(x)) for x in (left, now))
+        return left.tobytes() == now.tobytes()
 
 
 class SampledElements:

@@ -98,6 +98,11 @@ class JoinedLayer:
         """What a stored state of this layer takes."""
         return sum(part.state_bytes() for part in self._parts)
 
+    def look_ahead(self) -> None:
+        """Send for what the products' checks read of a device."""
+        for part in self._parts:
+            part.look_ahead()
+
     def judge(self, step: int) -> tuple[list[LedgerRow], InexactMark | None]:
         """Judge all products, and join their rows.
 

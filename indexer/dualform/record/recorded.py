@@ -65,7 +65,8 @@ class RecordedLayer:
         self.parameters: dict[str, torch.Tensor] = {spec.weight: weight}
         if spec.bias is not None and bias is not None:
             self.parameters[spec.bias] = bias
-        self._check = GradientCheck(spec.d_in, spec.d_out, random, kind.weight_2d)
+        copies = self._copies = tape.pool.copies
+        self._check = GradientCheck(spec.d_in, spec.d_out, random, kind.weight_2d, copies)
         self._share = tape.share
         part = kind.part if kind.part(weight) is not weight else None
         self._watch, self._bias_watch = self._watches(weight, bias, tape.ranked, part)
@@ -87,7 +88,7 @@ class RecordedLayer:
         self._changes: set[str] = set()
         self._kept_as = {name: (p.shape, p.dtype) for name, p in self.parameters.items()}
         self._probes = {name: WeightProbe() for name in self.parameters}
-        self._samples = {name: Sample(random, p) for name, p in self.parameters.items()}
+        self._samples = {name: Sample(random, p, copies) for name, p in self.parameters.items()}
         self._elements: dict[str, ElementProbe] = {}
         if _by_elements(optimizer, tape.ranked):
             self._elements = {name: sampled.probe(s) for name, s in self._samples.items()}
@@ -163,6 +164,16 @@ class RecordedLayer:
             bias = self.capture.bias
             self.parameters[self.spec.bias] = torch.zeros(self.spec.d_out) if bias is None else bias
         return None if known else InexactMark(step, reason)
+
+    def look_ahead(self) -> None:
+        """Send for what the step's checks read of a device: it is there when it is asked for."""
+        if not self._copies:
+            return
+        weight, bias = self.capture.weight.grad, self.capture.bias
+        self._check.look_ahead(weight, None if bias is None else bias.grad)
+        self._watch.look_ahead(weight)
+        for name, sample in self._samples.items():
+            sample.look_ahead(self.parameters[name])
 
     def judge(self, step: int) -> tuple[list[LedgerRow], InexactMark | None]:
         """Decide which rows reach the step, and test them against the gradient.
@@ -272,7 +283,7 @@ class RecordedLayer:
         """Of the weight, and where gradients are averaged over ranks, of the bias."""
         shape = weight.shape if part is None else part(weight).shape
         if not ranked:
-            return GradientWatch(shape, part), None
+            return GradientWatch(shape, part, self._copies), None
         of_bias = None if bias is None else RankWatch(bias.shape, self._check.read)
         return RankWatch(shape, self._check.read, part), of_bias
 

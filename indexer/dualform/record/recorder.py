@@ -17,6 +17,7 @@ from dualform.record.annotations import Annotations
 from dualform.record.blocks import StepBlocks, rows_bytes
 from dualform.record.buffers import Pool
 from dualform.record.compiled import HooksSeen, check_compiled
+from dualform.record.copies import Copies
 from dualform.record.coverage import say, size_text
 from dualform.record.disk import DiskSink, check_pack
 from dualform.record.elements import SampledElements
@@ -136,7 +137,9 @@ class Recorder:
         self._coverage = selection.coverage
         self._annotations, self._fitting = Annotations(), Fitting()
         self._replica = Replica(model)
-        self._tape = Tape(Pool(_POOL_BYTES), self._annotations, self._replica.share)
+        self._copies = Copies(parameter.device for parameter in model.parameters())
+        pool = Pool(_POOL_BYTES, self._copies)
+        self._tape = Tape(pool, self._annotations, self._replica.share)
         if self._replica.rank is not None:
             self._tape.averaged = self._averaged
         random = np.random.default_rng()
@@ -327,6 +330,9 @@ class Recorder:
         ledger, kept = [], []
         self._mark_other_than_mean()
         for layer in self._layers:
+            layer.look_ahead()
+        self._copies.wait()
+        for layer in self._layers:
             self._mark(layer, layer.check_parameters(step))
             due = step == self._first_step or step % layer.check_every == 0
             self._mark(layer, layer.check_weights(step) if due else layer.check_still(step))
@@ -334,6 +340,7 @@ class Recorder:
             ledger.extend(rows)
             self._mark(layer, mark)
             kept += [(layer.spec.name, item) for item in layer.kept]
+        self._copies.forget()
         blocks = StepBlocks(step, kept, self._fitting, self._sampling, self._annotations.step)
         if step == self._first_step:  # before rows are left out
             size = rows_bytes([item for _, item in kept], self._values)

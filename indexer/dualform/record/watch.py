@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from dualform.record.buffers import dot, gram, host_array
+from dualform.record.copies import NONE, Copies
 
 _ELEMENTS = 4_096  # of the sample: the norm ratio of float32 numbers is then good to 5e-10
 _ROUNDINGS = 8 * 2.0**-24  # unscaling, clipping and averaging round once each
@@ -41,9 +42,11 @@ class GradientWatch:
     Args:
         shape: Of what is watched.
         part: What of a gradient is watched; None for all of it.
+        copies: Bring it from a device.
     """
 
-    def __init__(self, shape: torch.Size, part: _Part | None = None) -> None:
+    def __init__(self, shape: torch.Size, part: _Part | None = None, copies: Copies = NONE) -> None:
+        self._copies = copies
         self._stride = _stride(shape, _ELEMENTS)
         self._part = part
         self._sample: np.ndarray | None = None
@@ -69,8 +72,13 @@ class GradientWatch:
 
     def accumulated(self, grad: torch.Tensor) -> None:
         """Backward has just accumulated into `grad`."""
-        self._sample = self._rows(grad).copy()
+        self._keep(grad)
         self._version, self._pointer = grad._version, grad.data_ptr()
+
+    def look_ahead(self, grad: torch.Tensor | None) -> None:
+        """The gradient is about to be compared with the sample."""
+        if grad is not None and self._copies.takes(grad):
+            self._copies.look_ahead(self._some(grad))
 
     def untouched(self, grad: torch.Tensor) -> bool:
         """Nothing that autograd counts has happened to `grad` (edits of `.data` do not count)."""
@@ -84,11 +92,13 @@ class GradientWatch:
         """The gradient is zero now and backward did not leave it so."""
         if self.sampled(grad) or bool((grad if self._part is None else self._part(grad)).any()):
             return False
+        self._copies.wait()
         was_zero = self._sample is None or not self._sample.any()
         return not (was_zero and self.untouched(grad))
 
     def scale(self, grad: torch.Tensor) -> Scale:
         """Compare the gradient with the sample, in float64."""
+        self._copies.wait()
         before = self._sample
         if before is None:
             return Scale(float("nan"))
@@ -107,13 +117,26 @@ class GradientWatch:
         plateau = int((magnitude == magnitude.max()).sum()) > 1
         return Scale(factor, uniform=False, plateau=plateau)
 
+    def _keep(self, grad: torch.Tensor) -> None:
+        """Take the sample; from a device it is there once copies were waited for."""
+        if not self._copies.takes(grad):
+            self._sample = self._rows(grad).copy()
+            return
+        some = self._some(grad)
+        sample = self._sample = np.empty(some.shape)
+        self._copies.send(some, torch.float64, lambda host: np.copyto(sample, host.numpy()))
+
+    def _some(self, grad: torch.Tensor) -> torch.Tensor:
+        """The rows that the sample takes."""
+        whole = grad if self._part is None else self._part(grad)
+        return whole.detach()[:: self._stride]
+
     def _rows(self, grad: torch.Tensor) -> np.ndarray:
-        if self._part is not None:
-            grad = self._part(grad)
-        host = host_array(grad) if grad.dtype is torch.float32 else None
-        if host is not None:
-            return host[:: self._stride]
-        return np.asarray(grad.detach()[:: self._stride].double().cpu().numpy())
+        some = self._some(grad)
+        host = host_array(some) if some.dtype is torch.float32 else None
+        if host is not None and not self._copies.takes(some):
+            return host
+        return self._copies.read(some).astype(np.float64)
 
 
 def _stride(shape: torch.Size, elements: int) -> int:
