@@ -20,7 +20,6 @@ from dualform.client import Client
 from dualform.client._filters import parse_filter
 from dualform.engine import Index, verify_index
 from dualform.engine.errors import CancelledError, DataLossError, InvalidArgumentError
-from dualform.engine.memory.packed import PackedFile
 from dualform.index import build_index, pack_index, repack, unpack_index
 from dualform.record import Recorder
 from dualform.store import DamagedError, IndexManifest, NoSpaceError
@@ -215,12 +214,11 @@ def test_few_rows_take_few_blocks(
     packed: Path, queries: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blocks: list[int] = []
-    parts = PackedFile._parts
+    unpack = PackedRows.unpack
 
-    def counted(self: PackedFile, which: Any) -> Any:
-        for part in parts(self, which):
-            blocks.append(1)
-            yield part
+    def counted(self: PackedRows, number: int, out: np.ndarray) -> None:
+        blocks.append(number)
+        unpack(self, number, out)
 
     with Index.open(packed, device="cpu") as index:
         every = sum(
@@ -228,7 +226,7 @@ def test_few_rows_take_few_blocks(
             for shard in index.layers["fc"].shards
             if shard.keys._used()
         )
-        monkeypatch.setattr(PackedFile, "_parts", counted)
+        monkeypatch.setattr(PackedRows, "unpack", counted)
         index.top_k("fc", queries[:1], 1, strategy="scan")
         scanned = len(blocks)
         blocks.clear()
@@ -279,6 +277,17 @@ def test_a_scan_stops_midway(packed: Path, queries: np.ndarray) -> None:
 def test_threads_share_an_index(packed: Path, queries: np.ndarray) -> None:
     with Index.open(packed, device="cpu") as index:
         expected = index.top_k("fc", queries, 20, strategy="scan")
+        sums = index.sums("fc", queries, "label", absolute=True, strategy="scan").values
+        before = torch.get_num_threads()
+        torch.set_num_threads(3)  # which share the blocks of a tile out
+        try:
+            again = index.top_k("fc", queries, 20, strategy="scan")
+            added = index.sums("fc", queries, "label", absolute=True, strategy="scan").values
+        finally:
+            torch.set_num_threads(before)
+        np.testing.assert_array_equal(again.rows, expected.rows)
+        np.testing.assert_array_equal(again.scores, expected.scores)
+        np.testing.assert_allclose(added, sums, rtol=1e-6)
         with ThreadPoolExecutor(4) as pool:
             found = list(
                 pool.map(

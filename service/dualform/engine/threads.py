@@ -7,6 +7,7 @@ gets one thread, and so does what comes to many small steps.
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -23,6 +24,8 @@ MOST = 8
 
 _FEW = 4
 """Fewer items are not worth a thread of their own."""
+
+_NAME = "dualform-query"
 
 
 def over_shards(
@@ -52,10 +55,11 @@ def shared_out(work: Callable[[Sequence[Item]], object], items: Sequence[Item]) 
 
 def _in_threads(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
     threads = min(torch.get_num_threads(), len(items))
-    if threads < 2:
+    # What is part of something that was shared out already has all threads that there are.
+    if threads < 2 or threading.current_thread().name.startswith(_NAME):
         return [work(item) for item in items]
     apart = own_settings()(work)  # settings are the calling thread's
-    with ThreadPoolExecutor(threads, "dualform-query") as pool:
+    with ThreadPoolExecutor(threads, _NAME) as pool:
         try:
             found = pool.map(apart, items)
         except RuntimeError:  # the interpreter is shutting down, and starts no more threads

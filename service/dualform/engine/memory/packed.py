@@ -7,7 +7,7 @@ is that of a tile and of a block.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,13 @@ import torch
 
 from dualform.engine.memory.key_facts import KeyFacts
 from dualform.engine.memory.shards import RowFile, widened
+from dualform.engine.threads import shared_out
 from dualform.store.encoding import Encoding
 from dualform.store.files import FileEntry
 from dualform.store.packed_rows import PackedRows, Rows
+
+Places = slice | torch.Tensor
+"""Of rows among others: a slice, or int64 [n]."""
 
 
 class PackedFile(RowFile):
@@ -45,32 +49,46 @@ class PackedFile(RowFile):
         self._facts = facts
 
     def copy(self, which: np.ndarray | slice, out: torch.Tensor) -> torch.Tensor:
-        for places, rows in self._parts(which):
+        def take(places: Places, rows: torch.Tensor) -> None:
             if isinstance(places, slice):
                 widened(rows, out[places])
             else:
                 out[places] = widened(rows, torch.empty((len(rows), self.d), device="cpu"))
+
+        self._over_blocks(which, take)
         return out
 
     def pick_units(self, which: np.ndarray, units: slice) -> torch.Tensor:
         out = torch.empty((len(which), len(range(self.d)[units])), device="cpu")
-        for places, rows in self._parts(which):
+
+        def take(places: Places, rows: torch.Tensor) -> None:
             out[places] = rows[:, units].float()
+
+        self._over_blocks(which, take)
         return out
 
-    def _parts(
-        self, which: np.ndarray | slice
-    ) -> Iterator[tuple[slice | torch.Tensor, torch.Tensor]]:
-        """Rows of one block after the other: where they belong among those that were asked for, and
-        they as stored, [n, numbers]; one is valid until the next."""
+    def _over_blocks(
+        self, which: np.ndarray | slice, take: Callable[[Places, torch.Tensor], None]
+    ) -> None:
+        """Unpack the blocks that have any of some rows, in as many threads as pays.
+
+        Args:
+            which: The rows.
+            take: Given where a block's rows belong among those that were asked for, and they as
+                stored, [n, numbers], which are valid until it returns.
+        """
         content: PackedRows = self._used()
         size = content.block_rows
-        room = np.empty((size, self._rows_are.row_bytes), np.uint8)
-        stored = torch.from_numpy(room).view(self._dtype)
-        for number, places, inside in _by_block(which, self._shape[0], size):
-            with self._damage():
-                content.unpack(number, room[: content.rows_of(number)])
-            yield places, stored[inside]
+
+        def unpack(blocks: Sequence[tuple[int, Places, Places]]) -> None:
+            room = np.empty((size, self._rows_are.row_bytes), np.uint8)
+            stored = torch.from_numpy(room).view(self._dtype)
+            for number, places, inside in blocks:
+                with self._damage():
+                    content.unpack(number, room[: content.rows_of(number)])
+                take(places, stored[inside])
+
+        shared_out(unpack, list(_by_block(which, self._shape[0], size)))
 
     def _read(self, memory: Any) -> PackedRows:
         return PackedRows(memoryview(memory).cast("B"), self._rows_are)
@@ -93,7 +111,7 @@ class PackedFile(RowFile):
 
 def _by_block(
     which: np.ndarray | slice, rows: int, size: int
-) -> Iterator[tuple[int, slice | torch.Tensor, slice | torch.Tensor]]:
+) -> Iterator[tuple[int, Places, Places]]:
     """Blocks that have any of some rows: the block's number, where its rows belong among those that
     were asked for, and where in the block they are.
 
