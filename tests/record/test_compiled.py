@@ -140,6 +140,49 @@ train(compiled, optimizer)
     )
 
 
+@pytest.mark.parametrize("kind", ["SGD", "AdamW", "RAdam"])
+def test_compiled_steps(tmp_path: Path, kind: str) -> None:
+    """They move weights as they do unrecorded, and the ledger follows them: compiled arithmetic
+    takes Adam's and RAdam's factors from float32 counts of steps."""
+    run(
+        tmp_path,
+        f"""
+from dualform.engine import verify_index
+from dualform.index import build_index
+
+
+def compiled_steps():
+    model, _, _ = made()
+    optimizer = torch.optim.{kind}(model.parameters(), lr={0.1 if kind == "SGD" else 1e-3})
+    step = torch.compile(optimizer.step, backend="aot_eager")
+    return model, optimizer, step
+
+
+def trained(model, optimizer, step, steps=20):
+    torch.manual_seed(1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(8, 12)).square().mean().backward()
+        step()
+
+
+model, optimizer, step = compiled_steps()
+with Recorder(model, optimizer, folder / "1"):
+    trained(model, optimizer, step)
+build_index(folder / "1", folder / "index")
+report = verify_index(folder / "index")
+assert report.ok
+assert [layer.exact_steps for layer in report.layers] == [20, 20], report
+assert max(layer.weight_error for layer in report.layers) < 1e-4, report
+
+torch._dynamo.reset()
+unrecorded = compiled_steps()
+trained(*unrecorded)
+same(model.state_dict(), unrecorded[0].state_dict())
+""",
+    )
+
+
 def test_saved_models_load_without_dualform(tmp_path: Path) -> None:
     """Whole, while they are recorded; and they compute and train as the recorded one does."""
     run(

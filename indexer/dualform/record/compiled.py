@@ -21,15 +21,38 @@ _BREAK = (
     "dualform records this layer, which breaks the compiled graph in two; compile with "
     "fullgraph=False while recording, or leave the layer out with Recorder(..., layers=[...])"
 )
+_STEP_BREAK = "dualform reads the optimizer before and after each step"
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def outside_graphs(function: _F) -> _F:
+def outside_graphs(function: _F, reason: str = _BREAK) -> _F:
     """The function, run as it is between two compiled graphs. Where no break is allowed, the
-    compiler's error says what to do."""
+    compiler's error says what to do, which is the reason."""
     if "reason" in inspect.signature(torch.compiler.disable).parameters:
-        return torch.compiler.disable(function, reason=_BREAK)  # type: ignore[no-any-return]
+        return torch.compiler.disable(function, reason=reason)  # type: ignore[no-any-return]
     return torch.compiler.disable(function)  # type: ignore[no-any-return]
+
+
+class StepHook:
+    """A hook of an optimizer's step. A compiled step runs it as it is, between two graphs.
+
+    Args:
+        hook: Called with the optimizer, the step's arguments, and whether the step is compiled.
+    """
+
+    def __init__(self, hook: Callable[[Any, tuple[Any, ...], dict[str, Any], bool], Any]) -> None:
+        self._hook = hook
+        self._apart = outside_graphs(hook, _STEP_BREAK)
+
+    def __call__(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.compiler.is_compiling():
+            return self._apart(optimizer, args, kwargs, True)
+        return self._hook(optimizer, args, kwargs, False)
+
+
+def evaluated_apart(closure: Callable[[], Any]) -> Callable[[], Any]:
+    """A closure for a compiled step, which is run as it is."""
+    return outside_graphs(closure, _STEP_BREAK)
 
 
 def check_compiled(model: nn.Module) -> None:

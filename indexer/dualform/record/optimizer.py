@@ -22,11 +22,13 @@ class OptimizerView:
         name: Its class's.
         family: What it belongs to (`dualform.optimizers`).
         why_not: Why its steps can't be read; None where they can.
+        compiled: The coming step runs as compiled code, in the arithmetic of `capturable`.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
         self.family, self.name, self.why_not = family_of(optimizer)
+        self.compiled = False
         self._counted = "nth" in self.family.settings_type._fields
         self._key: list[list[int]] = []
         self._group_of: dict[torch.Tensor, int] = {}
@@ -87,6 +89,8 @@ class OptimizerView:
         key = (index, count, parameter.dtype, *scalars)
         if key not in self._settings:
             group = self.optimizer.param_groups[index]
+            if self.compiled:
+                group = {**group, "capturable": True}
             self._settings[key] = self.family.read(group, count, parameter.dtype, state)
         settings = self._settings[key]
         first = (

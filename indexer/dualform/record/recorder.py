@@ -16,7 +16,7 @@ from torch import nn
 from dualform.record.annotations import Annotations
 from dualform.record.blocks import StepBlocks, rows_bytes
 from dualform.record.buffers import Pool
-from dualform.record.compiled import HooksSeen, check_compiled
+from dualform.record.compiled import HooksSeen, StepHook, check_compiled, evaluated_apart
 from dualform.record.copies import Copies
 from dualform.record.coverage import say, size_text
 from dualform.record.disk import DiskSink, check_pack
@@ -176,9 +176,12 @@ class Recorder:
             pack,
         )
         self._hooks_seen = HooksSeen(model)
+        self._closure: Callable[[], Any] | None = None
+        # One for all steps: a compiled step is compiled for the closure that it is given.
+        self._apart = evaluated_apart(self._evaluate)
         self._handles = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_step_pre_hook(StepHook(self._before_step)),
+            optimizer.register_step_post_hook(StepHook(self._after_step)),
         ]
         try:
             for layer in self._layers:
@@ -301,11 +304,16 @@ class Recorder:
             _LOGGER.error("while closing after %r: %s", error, failure)
 
     def _before_step(
-        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        optimizer: torch.optim.Optimizer,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        compiled: bool,
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """The step's pre-hook. SGD evaluates a closure before it looks at its gradients, after all
         other pre-hooks: ours is put there, around the user's where there is one.
         """
+        self._optimizer.compiled = compiled
         closure: Callable[[], Any] | None = kwargs.get("closure")
         if closure is None and len(args) > 1:
             closure = args[1]
@@ -313,12 +321,15 @@ class Recorder:
             self._prepare()
             return None
 
-        def evaluate() -> Any:
-            loss = None if closure is None else closure()
-            self._prepare()
-            return loss
+        self._closure = closure
+        return args[:1], {**kwargs, "closure": self._apart if compiled else self._evaluate}
 
-        return args[:1], {**kwargs, "closure": evaluate}
+    def _evaluate(self) -> Any:
+        """What a step is given for its closure."""
+        closure, self._closure = self._closure, None
+        loss = None if closure is None else closure()
+        self._prepare()
+        return loss
 
     @np.errstate(all="ignore")
     def _prepare(self) -> None:
