@@ -26,10 +26,11 @@ from dualform.machines.spread import Machines, SpreadIndex
 from dualform.questions import (
     AttributedLayer,
     AttributeQuestion,
+    OutputQuestion,
     TopGroupsQuestion,
     TopKQuestion,
 )
-from dualform.record import Recorder
+from dualform.record import Recorder, recorder
 
 from .near import NearFleet
 from .test_answers import same_rows
@@ -91,7 +92,9 @@ def case(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cas
     """An optimizer, how many rows a shard has, and on how many machines they are at most."""
     name, rows, machines = request.param
     folder, fleet = tmp_path_factory.mktemp("followed"), NearFleet(machines)
-    record(folder / "recording", CASES[name])
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(recorder, "STATE_RATIO", 0)  # a state is kept as often as may be
+        record(folder / "recording", CASES[name])
     path = folder / "index"
     build_index(folder / "recording", path, shard_rows=rows)
     with (
@@ -155,6 +158,31 @@ def test_attributions_are_those_of_one_machine(case: Case) -> None:
             assert (a is None) == (b is None)
             if b is not None:
                 np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-13, err_msg=name)
+
+
+def test_outputs_are_those_of_one_machine(case: Case) -> None:
+    """Bit for bit; also from a state that was kept on the way."""
+    assert any(0 < step <= 6 for step, _ in case.whole.layer("0").manifest.states)
+    for options in (
+        {"where": WHERE},
+        {"at_step": 6},
+        {"at_step": 8, "group_by": "label", "where": WHERE},
+        {"group_by": "example"},
+        {"at_step": 0, "group_by": "label"},
+    ):
+        question = OutputQuestion("0", QUERIES, max_residual=10.0, **options)  # type: ignore[arg-type]
+        ours, theirs = case.parts.ask(question), case.whole.ask(question)
+        for name in ("values", "initial", "trained", "residual"):
+            a, b = getattr(ours, name), getattr(theirs, name)
+            assert (a is None) == (b is None), name
+            assert b is None or a.tobytes() == b.tobytes(), name
+        assert (ours.groups is None) == (theirs.groups is None)
+        assert ours.groups is None or ours.groups.equals(theirs.groups)
+        np.testing.assert_array_equal(ours.counts, theirs.counts)
+        assert ours.coverage == theirs.coverage
+        before = case.fleet.traffic.sent
+        case.parts.ask(replace(question, queries=QUERIES[:1]))
+        assert case.fleet.traffic.sent - before < 20_000  # followed once; rows are counted again
 
 
 ASKED = TopKQuestion("0", QUERIES, k=5, rank_by="contribution", unit=3, max_residual=1.0)

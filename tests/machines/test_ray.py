@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -11,9 +13,13 @@ import numpy as np
 import pytest
 from serve.serving import Served, array, serving, tensor
 
+from dualform.client import parse_filter
+from dualform.engine import Index
 from dualform.engine.messages.catalog import Catalog
+from dualform.engine.messages.versions import version_at
 from dualform.machines.fleet import Fleet
 from dualform.machines.spread import Machines
+from dualform.questions import OutputQuestion, TopKQuestion
 from dualform.v1 import attribution_pb2 as pb
 
 LAYER, D_IN = "2", 48
@@ -98,3 +104,29 @@ def test_sums_are_within_the_rule(one: Served, many: Served, queries: np.ndarray
     for response in (ours, theirs):
         response.ClearField("values")
     assert ours == theirs
+
+
+def test_under_adamw_also_after_an_actor_was_killed(
+    fleet: Fleet, adamw_index: Path, queries: np.ndarray
+) -> None:
+    """Units and outputs that were followed over machines: whoever takes over has to know no more
+    than the question says."""
+    contribution = TopKQuestion(LAYER, queries, k=9, rank_by="contribution", unit=3)
+    masked = OutputQuestion(LAYER, queries, where=parse_filter("label >= 4"))
+    with (
+        Index.open(adamw_index, device="cpu") as one,
+        Machines(fleet, "cpu", 3).open(version_at(adamw_index)) as many,
+    ):
+        expected, output = one.ask(contribution), one.ask(masked)
+
+        def same() -> None:
+            found = many.ask(contribution)
+            assert found.rows.tobytes() == expected.rows.tobytes()
+            assert found.scores.tobytes() == expected.scores.tobytes()
+            assert many.ask(masked).values.tobytes() == output.values.tobytes()
+
+        same()
+        there = fleet.machines()[many.seats()[1][0]]
+        assert there is not None
+        os.kill(there.process, signal.SIGKILL)
+        same()

@@ -19,10 +19,12 @@ from dualform.engine.groups.self_influence import self_influence_of_rows
 from dualform.engine.topk.followed_along import check_cost
 from dualform.engine.totals import outputs
 from dualform.engine.totals.coefficients import step_coefficients
+from dualform.engine.totals.followed import Way
 from dualform.engine.totals.outputs import PreparedOutput
 from dualform.engine.totals.stored_parts import made_of
 from dualform.machines import asked, merging
-from dualform.machines.asking import Counts, Spread, in_order
+from dualform.machines.asking import Counts, Spread
+from dualform.machines.following import follow_layer
 from dualform.machines.machine import Each
 from dualform.machines.unions import union
 from dualform.questions import (
@@ -136,6 +138,9 @@ def dual_output(spread: Spread, question: OutputQuestion) -> DualOutput:
             return np.asarray(sum(part.values for part in parts))
         return _by_groups(groups, parts)
 
+    def follow(way: Way, start: int, end: int, grouped: bool) -> Way:
+        return follow_layer(spread, question, way, start, end, groups if grouped else None)
+
     prepared = PreparedOutput(
         queries=queries,
         at_step=question.at_step,
@@ -148,17 +153,23 @@ def dual_output(spread: Spread, question: OutputQuestion) -> DualOutput:
         max_residual=MAX_RESIDUAL if question.max_residual is None else question.max_residual,
         explained=opened.ledger.family.explains,
         elsewhere=elsewhere,
+        followed_elsewhere=follow,
+        about=_about(question),
     )
     if question.strategy == "parts" or outputs.why_not_rebuilt(layer.manifest, prepared):
         parts = made_of(layer.manifest, question.at_step, question.group_by, rows.of)
         prepared = replace(prepared, parts=parts)
     coverage = rows.coverage()
     plan = outputs.plan(layer, prepared, coverage.rows, "each machine asks its own")
-    if plan.strategy == "scan" and not opened.ledger.family.scalar:
-        raise in_order(opened, "outputs that are not stored")
     found = opened.outputs.answer(layer, prepared, spread.stop)
     counts = None if question.group_by is None else rows.of(question.group_by)[0]
     return output_of(prepared, found, counts, coverage, plan)
+
+
+def _about(question: OutputQuestion) -> bytes:
+    """Equal for outputs of the same rows in the same groups; the filter as it is spelt."""
+    where = b"" if question.where is None else question.where.SerializeToString(deterministic=True)
+    return repr((where, question.at_step, question.group_by)).encode()
 
 
 def _by_groups(groups: pa.Array, parts: Sequence[asked.Added]) -> np.ndarray:

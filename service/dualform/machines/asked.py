@@ -19,6 +19,7 @@ from dualform.engine.groups.self_influence import self_influence
 from dualform.engine.memory.exact import ExactWeights
 from dualform.engine.messages import needs
 from dualform.engine.totals.coefficients import layer_coefficients, step_coefficients
+from dualform.engine.totals.followed import Way, follow_on, ledgers_of
 from dualform.engine.totals.metric import Head, Passed
 from dualform.engine.totals.row_parts import rows_part
 from dualform.engine.totals.streams import chunk_weights, in_row_order
@@ -37,6 +38,7 @@ from dualform.questions import (
 from dualform.v1 import attribution_pb2 as pb
 
 Columns = list[tuple[str, pa.DataType]]
+Steps = tuple[int, int, int]
 
 
 def describe(here: Here) -> dict[int, Columns]:
@@ -204,6 +206,36 @@ def backwards(here: Here, name: str, units: Units) -> dict[int, Head]:
             unit: opened.metrics.find(layer, unit, between.last, here.stop, between).head()
             for unit, between in units.items()
         }
+
+
+def follow_some(
+    here: Here, question: OutputQuestion, groups: pa.Array | None, way: Way, steps: Steps
+) -> Way:
+    """Take a layer through the part's steps, each part of its weights with its own rows.
+
+    Args:
+        here: The part.
+        question: Which rows take part.
+        groups: Values of `group_by`, [groups], that are kept apart; None for one part.
+        way: Where the layer is.
+        steps: Which steps to take, half-open, and before which it is to arrive.
+    """
+    here.take(2 * needs.of_rows(here.index, question))
+    layer = here.index.layer(question.layer)
+    first, end, last = steps
+    with here.index.using(layer) as opened:
+        before = None if question.at_step is None else last
+        selected = layer.space.select(question.where, before, here.stop)
+        codes, parts = np.where(selected, 0, -1), 1
+        if groups is not None and question.group_by is not None:
+            grouping = layer.space.grouping(question.group_by)
+            _, (whole, ours) = union([groups, grouping.values])
+            place = np.argsort(whole)
+            codes, parts = np.where(selected, place[ours][grouping.codes], -1), len(groups)
+        way.run.go_on(*ledgers_of(layer.manifest, opened.ledger))
+        way = follow_on(layer, way, first, end, last, codes, parts, here.stop)
+        way.run.go_on((), ())
+        return way
 
 
 @dataclass(frozen=True)

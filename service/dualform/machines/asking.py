@@ -10,7 +10,7 @@ import numpy as np
 
 from dualform.engine.api.opened import Opened
 from dualform.engine.api.results import Coverage
-from dualform.engine.errors import DataLossError, EngineError, FailedPreconditionError
+from dualform.engine.errors import DataLossError, EngineError
 from dualform.engine.memory.layer import Layer
 from dualform.engine.memory.shards import Stop
 from dualform.machines import asked, merging
@@ -134,13 +134,3 @@ class Counts:
                 selected[place] += some
                 whole[place] += every
             self._known[column] = selected, whole
-
-
-def in_order(opened: Opened, what: str) -> EngineError:
-    """The refusal of what a machine cannot compute of its own rows."""
-    return FailedPreconditionError(
-        f"{what} under {opened.ledger.family.name} follow every row in the order of training, and "
-        "the rows are on several machines; ask for weights (top-k, groups, sums), or serve the "
-        "index without --ray on a machine that has all of it",
-        reason="NOT_DISTRIBUTED",
-    )

@@ -16,11 +16,15 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+import pyarrow as pa
+
 from dualform.engine.memory.shards import check_stop
+from dualform.engine.totals.followed import Way
 from dualform.engine.totals.metric import Between, Head
 from dualform.machines import asked
 from dualform.machines.machine import Each
 from dualform.machines.units import Units
+from dualform.questions import OutputQuestion
 
 if TYPE_CHECKING:
     from dualform.machines.asking import Spread
@@ -133,6 +137,35 @@ def follow(spread: Spread, units: Sequence[int], last: int) -> dict[int, Sequenc
         heads = spread.ask_one(machine, asked.backwards, layer.name, given)
     whole.reverse()
     return {unit: [known[unit] for known in whole] for unit in units}
+
+
+def follow_layer(
+    spread: Spread,
+    question: OutputQuestion,
+    way: Way,
+    start: int,
+    end: int,
+    groups: pa.Array | None,
+) -> Way:
+    """Take a layer from a step to another, from machine to machine.
+
+    Args:
+        spread: Who is asked.
+        question: Which rows take part.
+        way: The layer before step `start`.
+        start, end: Half-open range of steps.
+        groups: As `asked.follow_some` takes them.
+    """
+    of_machines = spread.ask(asked.steps_of, spread.layer.name)
+    way.run.go_on((), ())  # every machine has the ledger
+    bounds = [min(max(first, start), end) for first, _ in of_machines]
+    for machine, (first, then) in enumerate(pairwise([start, *bounds[1:], end])):
+        of_first, of_last = of_machines[machine]
+        if of_first < end and of_last >= start:
+            way = spread.ask_one(
+                machine, asked.follow_some, question, groups, way, (first, then, end)
+            )
+    return way
 
 
 def _all(between: Between, alone: Mapping[str, bool]) -> dict[str, bool]:

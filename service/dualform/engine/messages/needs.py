@@ -215,6 +215,10 @@ def _merging(index: Index, layer: Layer, question: RowsQuestion) -> int:
         groups = groups if question.bins is None else len(question.bins)
         return size + (2 * 8 * n + 64) * groups * answers
     outputs = 2 * 8 * n * layer.d_out * (groups + 1) * answers
+    if not index.ledger.family.scalar:
+        # The layer on its way from machine to machine: as it is, and as a message.
+        numbers = layer.d_in * layer.d_out
+        outputs += 3 * followed_bytes(index.ledger.family, numbers, groups)
     return size + outputs + 24 * layer.d_in * layer.d_out + 64 * groups * answers
 
 

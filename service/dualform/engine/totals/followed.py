@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
@@ -21,11 +21,11 @@ from dualform.engine.errors import ResourceExhaustedError
 from dualform.engine.memory.layer import Layer
 from dualform.engine.memory.shards import Stop, check_stop
 from dualform.engine.memory.states import State, product
-from dualform.engine.totals.steps import steps_in_order
+from dualform.engine.totals.steps import StepRows, steps_in_order
 from dualform.optimizers import Affine, LayerRun, followed_bytes, layer_state
 from dualform.store.grouping import Grouping
 from dualform.store.index import IndexLayer
-from dualform.store.ledger import Ledger
+from dualform.store.ledger import Ledger, LedgerRow
 
 KEPT_BYTES = 256 << 20
 """Parts of so many bytes are kept for questions that come again."""
@@ -55,6 +55,25 @@ class Followed:
         return self.initial.nbytes + sum(part.nbytes for part in self.parts)
 
 
+@dataclass(frozen=True)
+class Way:
+    """A layer on its way through training, before some step.
+
+    Attributes:
+        run: The layer. Between two machines it has no ledger.
+        rows: Rows of that step that were met already; None where there are none.
+        codes: Of these rows, as `follow` takes them.
+    """
+
+    run: LayerRun
+    rows: StepRows | None = None
+    codes: np.ndarray | None = None
+
+
+Elsewhere = Callable[[Way, int, int, bool], Way]
+"""Takes a layer whose rows are not here from one step to another, with its groups apart or not."""
+
+
 def follow(
     layer: Layer,
     ledger: Ledger,
@@ -77,19 +96,63 @@ def follow(
         parts: How many parts there are.
         stop: Asked at every step.
     """
-    manifest = layer.manifest
-    run = LayerRun(
-        ledger.family,
-        ledger.parameters[manifest.weight],
-        None if manifest.bias is None else ledger.parameters[manifest.bias],
-        layer_state(state, ledger.family, manifest.weight, manifest.bias),
-        start,
-        parts,
-    )
-    for rows in steps_in_order(layer, start, end, stop):
-        run.take(rows.step, rows.keys, rows.values, _which(codes[rows.positions], parts))
+    way = set_out(layer.manifest, ledger, state, start, parts)
+    way = follow_on(layer, way, start, end, end, codes, parts, stop)
+    return arrived(way, parts)
+
+
+def set_out(layer: IndexLayer, ledger: Ledger, state: State, start: int, parts: int) -> Way:
+    """A layer at a state; arguments as for `follow`."""
+    weight, bias = ledgers_of(layer, ledger)
+    states = layer_state(state, ledger.family, layer.weight, layer.bias)
+    return Way(LayerRun(ledger.family, weight, bias, states, start, parts))
+
+
+def ledgers_of(
+    layer: IndexLayer, ledger: Ledger
+) -> tuple[Sequence[LedgerRow], Sequence[LedgerRow] | None]:
+    """Of its weight and its bias."""
+    bias = None if layer.bias is None else ledger.parameters[layer.bias]
+    return ledger.parameters[layer.weight], bias
+
+
+def follow_on(
+    layer: Layer,
+    way: Way,
+    first: int,
+    end: int,
+    last: int,
+    codes: np.ndarray,
+    parts: int,
+    stop: Stop | None,
+) -> Way:
+    """Take a layer some of its way.
+
+    Args:
+        layer: With all rows of these steps that `way` has not.
+        way: Before step `first`; it is used up.
+        first, end: Half-open range of the steps to take.
+        last: Before which step it is to arrive; of later ones no rows are wanted.
+        codes, parts, stop: As for `follow`.
+    """
+    run, waiting = way.run, way
+    for rows in steps_in_order(layer, first, min(end + 1, last), stop):
+        of_rows = codes[rows.positions]
+        if rows.step == first and waiting.rows is not None and waiting.codes is not None:
+            rows = rows.after(waiting.rows)
+            of_rows = np.concatenate([waiting.codes, of_rows])
+        waiting = Way(run)
+        if rows.step == end:
+            waiting = Way(run, rows, of_rows)
+            break
+        run.take(rows.step, rows.keys, rows.values, _which(of_rows, parts))
     run.advance(end)
-    return Followed(run.initial(), tuple(run.part(number) for number in range(parts)))
+    return waiting
+
+
+def arrived(way: Way, parts: int) -> Followed:
+    """What a layer has become."""
+    return Followed(way.run.initial(), tuple(way.run.part(number) for number in range(parts)))
 
 
 def _which(codes: np.ndarray, parts: int) -> list[slice | torch.Tensor | None]:
@@ -157,14 +220,25 @@ class FollowedParts:
         selected: np.ndarray,
         grouping: Grouping | None,
         stop: Stop | None,
+        elsewhere: Elsewhere | None = None,
+        about: bytes = b"",
     ) -> Followed:
-        """The parts of some rows; arguments as for `follow` and `part_codes`."""
+        """The parts of some rows; arguments as for `follow` and `part_codes`.
+
+        Of rows that are not here `about` says which, and `elsewhere` follows the layer.
+        """
+        groups = 1 if grouping is None else len(grouping.values)
 
         def make() -> Followed:
+            if elsewhere is not None:
+                way = set_out(layer.manifest, self._ledger, state, start, groups)
+                way = elsewhere(way, start, end, grouping is not None)
+                way.run.go_on(*ledgers_of(layer.manifest, self._ledger))
+                way.run.advance(end)
+                return arrived(way, groups)
             codes, parts = part_codes(selected, grouping)
             return follow(layer, self._ledger, state, start, end, codes, parts, stop)
 
-        groups = 1 if grouping is None else len(grouping.values)
         needed = followed_bytes(self._ledger.family, layer.d_in * layer.d_out, groups)
         if needed > FOLLOWED_BYTES:
             raise ResourceExhaustedError(
@@ -173,7 +247,8 @@ class FollowedParts:
                 "group by a column with fewer values, or ask for a filter's rows at a time",
                 field="group_by",
             )
-        key = (layer.name, start, end, groups, _digest(selected, grouping))
+        which = about if elsewhere is not None else _digest(selected, grouping)
+        key = (layer.name, start, end, groups, which)
         return self._once(key, stop, make)
 
     def _once(self, key: _Key, stop: Stop | None, make: Callable[[], Followed]) -> Followed:

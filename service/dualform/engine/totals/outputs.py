@@ -21,7 +21,7 @@ from dualform.engine.errors import FailedPreconditionError
 from dualform.engine.memory.fold import Reducer, fold
 from dualform.engine.memory.layer import Layer
 from dualform.engine.memory.shards import Stop
-from dualform.engine.memory.states import States
+from dualform.engine.memory.states import State, States
 from dualform.engine.plan.costs import output_costs
 from dualform.engine.plan.plan import Plan, check_strategy, chosen
 from dualform.engine.totals.coefficients import (
@@ -31,7 +31,13 @@ from dualform.engine.totals.coefficients import (
     left_behind,
     plain_output,
 )
-from dualform.engine.totals.followed import FollowedParts, affine, outputs_of
+from dualform.engine.totals.followed import (
+    Elsewhere,
+    Followed,
+    FollowedParts,
+    affine,
+    outputs_of,
+)
 from dualform.engine.totals.on_devices import OnDevices, rows_added
 from dualform.engine.totals.row_parts import rows_part
 from dualform.engine.totals.stored_parts import WholeGroups, group_outputs
@@ -68,6 +74,8 @@ class PreparedOutput:
         elsewhere: Adds up rows that are not here: given the step from which on they count, and
             whether the groups are kept apart, what they add, float64 [n, groups, d_out]. None where
             the layer has them.
+        followed_elsewhere: Likewise follows the layer, where rows have no coefficients.
+        about: Which rows take part, where they are not here: equal for the same.
         inputs: int64 [n], the input of the user's that each query is of, where layers are asked
             together; None where the queries are what the user gave.
     """
@@ -83,6 +91,8 @@ class PreparedOutput:
     max_residual: float = MAX_RESIDUAL
     explained: bool = True
     elsewhere: Callable[[int, bool], np.ndarray] | None = None
+    followed_elsewhere: Elsewhere | None = None
+    about: bytes = b""
     inputs: np.ndarray | None = None
 
 
@@ -362,9 +372,7 @@ class DualOutputs:
                 initial + outputs_of(affine(state, manifest), queries), initial, trained, None
             )
         first = self._states.read(manifest.initial)
-        found = self._followed.find(
-            layer, first, 0, question.end, question.selected, grouping, stop
-        )
+        found = self._follow(layer, question, first, 0, grouping, stop)
         initial = outputs_of(found.initial, queries)
         rows = np.stack([outputs_of(part, queries) for part in found.parts], axis=1)
         values = rows[:, 0] + initial if grouping is None else rows
@@ -374,13 +382,25 @@ class DualOutputs:
             if start > 0:
                 # The trained weights of that time, moved on by the rows since: what they differ by
                 # from all that is explained since the first step is the remainder.
-                since = self._followed.find(
-                    layer, self._states.read(entry), start, question.end, question.selected, None,
-                    stop,
-                )  # fmt: skip
+                since = self._follow(layer, question, self._states.read(entry), start, None, stop)
                 whole = outputs_of(since.initial, queries) + outputs_of(since.parts[0], queries)
                 residual = whole - initial - rows.sum(axis=1)
         return Parts(values, initial, trained, residual)
+
+    def _follow(
+        self,
+        layer: Layer,
+        question: PreparedOutput,
+        state: State,
+        start: int,
+        grouping: Grouping | None,
+        stop: Stop | None,
+    ) -> Followed:
+        """The parts of the question's rows, from a state after so many steps."""
+        return self._followed.find(
+            layer, state, start, question.end, question.selected, grouping, stop,
+            question.followed_elsewhere, question.about,
+        )  # fmt: skip
 
     def _by_coefficients(
         self,
