@@ -36,6 +36,26 @@ def two() -> Devices:
     return Devices([StandIn(0), StandIn(1)], 256 << 20, paces=FAST)
 
 
+def test_rows_between_shards_that_devices_leave_out_are_kept(tmp_path: Path) -> None:
+    """Shards with keys that are not finite are the CPU's: what its sketches offer first, and give
+    up, is not what devices found in the shard between."""
+    rng = np.random.default_rng(0)
+    keys = np.maximum(rng.standard_normal((1500, 8)) @ rng.standard_normal((8, 300)), 0)
+    keys = keys.astype(np.float32)
+    keys[7, 3], keys[1100, 0] = np.nan, np.inf
+    queries = rng.standard_normal((3, 300)).astype(np.float32)
+    path = make_index(tmp_path, keys, np.ones((1500, 1), np.float32), shard_rows=500)
+    devices = Devices([StandIn(0)], 256 << 20, paces=FAST)
+    finite = np.isfinite(keys).all(axis=1)
+    scores = reference.exact_scores(np.where(finite[:, None], keys, 0), queries)
+    with Index.open(path, devices=devices) as index:
+        assert devices.settle(WAIT)
+        found = index.top_k("fc", queries, 20, strategy="device")
+    for query in range(len(queries)):
+        expected, _ = reference.top_k(scores[query], 20, "largest", finite)
+        np.testing.assert_array_equal(found.rows[query], expected)
+
+
 @st.composite
 def cases(draw: st.DrawFn) -> dict:
     """A memory full of ties, near-ties, zeros and keys that are not finite, in part on devices."""

@@ -13,12 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from standing_in import FAST, WAIT
 from synthetic import make_index, make_recording
 from torch import nn
 
 from dualform.client import Client
 from dualform.client._filters import parse_filter
 from dualform.engine import Index, verify_index
+from dualform.engine.devices.devices import Devices
+from dualform.engine.devices.stand_in import StandIn
 from dualform.engine.errors import CancelledError, DataLossError, InvalidArgumentError
 from dualform.index import build_index, pack_index, repack, unpack_index
 from dualform.record import Recorder
@@ -250,6 +253,17 @@ def test_any_rows_in_any_order(plain: Path, packed: Path) -> None:
                     for units in (slice(None), slice(3, 5)):
                         found, expected = (file.pick_units(which, units) for file in (mine, its))
                         assert torch.equal(found.nan_to_num(), expected.nan_to_num())
+
+
+def test_devices_hold_what_was_unpacked(plain: Path, packed: Path, queries: np.ndarray) -> None:
+    devices = Devices([StandIn(0)], 256 << 20, paces=FAST)
+    with Index.open(plain, device="cpu") as one, Index.open(packed, devices=devices) as other:
+        assert devices.settle(WAIT)
+        for order in ("largest", "absolute"):
+            found = other.top_k("fc", queries, 20, order=order, strategy="device")
+            expected = one.top_k("fc", queries, 20, order=order, strategy="scan")
+            np.testing.assert_array_equal(found.rows, expected.rows)
+            np.testing.assert_array_equal(found.scores, expected.scores)
 
 
 def test_faiss_searches_keys_that_are_not_packed_beside_values_that_are(tmp_path: Path) -> None:

@@ -15,9 +15,14 @@ from synthetic import make_index
 from dualform.client import parse_filter
 from dualform.engine import Index
 from dualform.engine.api.results import Attribution, DualOutput, Sums, TopGroups, TopK
-from dualform.engine.errors import DataLossError, EngineError, FailedPreconditionError
+from dualform.engine.errors import (
+    DataLossError,
+    EngineError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+)
 from dualform.engine.messages.versions import version_at
-from dualform.index import build_index
+from dualform.index import build_index, pack_index
 from dualform.machines.spread import Machines, SpreadIndex
 from dualform.questions import (
     AttributedLayer,
@@ -335,6 +340,25 @@ def test_rows_that_are_out_of_reach(sharded_index: Path, whole: Index) -> None:
             parts.ask(TopKQuestion(LAYER, QUERIES, partial=True))
         fleet.gone = set()
         same_rows(parts.ask(asked[0]), every)
+
+
+def test_packed_shards_answer_alike(sharded_index: Path, whole: Index, tmp_path: Path) -> None:
+    pack_index(sharded_index, tmp_path / "packed")
+    with spread(tmp_path / "packed", 3) as parts:
+        with pytest.raises(InvalidArgumentError, match="are packed"):
+            parts.ask(TopKQuestion(LAYER, QUERIES, strategy="flat"))
+        for question in (
+            TopKQuestion(LAYER, QUERIES, k=50, where=WHERE),
+            TopKQuestion(LAYER, QUERIES, rank_by="contribution", unit=5, strategy="scan"),
+        ):
+            same_rows(parts.ask(question), whole.ask(question))
+        for strategy in ("scan", "auto"):
+            sums = SumsQuestion(LAYER, QUERIES, "label", absolute=True, strategy=strategy)
+            np.testing.assert_allclose(parts.ask(sums).values, whole.ask(sums).values, rtol=1e-6)
+        same_output(
+            parts.ask(OutputQuestion(LAYER, QUERIES)), whole.ask(OutputQuestion(LAYER, QUERIES))
+        )
+        parts.verify_files()
 
 
 def test_another_version_is_refused(tmp_path: Path) -> None:

@@ -216,10 +216,11 @@ class Scan:
             spans[-1].append(shard)
         for number, span in enumerate(spans):
             if not self._scan_pruned(span, selected, queries, sketched, best):
-                # What follows searches these shards whole, and offers everything again.
+                # What follows searches these shards whole, and offers everything again; between
+                # them may be others, of which devices offered rows.
                 self._use_sketches = False
-                last = span[-1].start + span[-1].rows
-                best.forget(np.arange(len(queries)), span[0].start, last)
+                for shard in span:
+                    best.forget(np.arange(len(queries)), shard.start, shard.start + shard.rows)
                 return left + [shard for rest in spans[number:] for shard in rest]
         return left
 
