@@ -22,6 +22,7 @@ PRODUCTS = 1 << 30
 """Of two numbers, in one call of FAISS, which cannot be interrupted: some 30 ms of a core."""
 
 _MANY = 128
+_FEW = 64
 _ROWS_PER_HIT = 16
 
 
@@ -71,9 +72,12 @@ def search(
 
 def piece(rows: int, queries: int, width: int, k: int) -> tuple[int, int]:
     """How many rows and queries of these go into one call: pieces of rows as equal as can be, and
-    none so small that most of its rows are hits; then of queries. With many hits, which are found
-    once more in each piece, twice as many."""
-    products = 2 * PRODUCTS if k > _MANY else PRODUCTS
+    none so small that most of its rows are hits; then of queries. Many hits, which are found once
+    more in each piece of rows, make it few queries by many rows, and twice as many products."""
+    products = PRODUCTS
+    if k > _MANY:
+        products *= 2
+        queries = -(-queries // -(-queries // _FEW))
     most = max(products // (queries * width), _ROWS_PER_HIT * k, 1)
     each = -(-rows // -(-rows // most))
     return each, max(1, min(queries, products // (each * width)))
