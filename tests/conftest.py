@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Generator
@@ -20,6 +21,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# Files of tests that take tens of seconds each.
+LONGEST = ("test_experiments.py", "test_building.py", "test_site.py")
+
 ROOT = Path(__file__).resolve().parent.parent
 DATA = Path(os.environ.get("DUALFORM_DATA", ROOT.parent / "shared" / "data"))
 
@@ -33,6 +37,18 @@ def pytest_configure(config: pytest.Config) -> None:
     if workers > 1:
         share = max(1, (os.cpu_count() or 1) // workers)
         os.environ.update(dict.fromkeys(LEFT_TO_US, str(share)))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes longest begins first, so that no worker is left with it at the end."""
+    items.sort(key=lambda item: item.path.name not in LONGEST)
+
+
+def pytest_collection_finish() -> None:
+    """Garbage collections look at what tests make, not at a million objects that were imported."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ import atexit
 import gc
 import json
 import os
+import runpy
 import select
 import shutil
 import signal
@@ -119,14 +120,16 @@ class Origin:
     """The process that has imported everything.
 
     Attributes:
-        commands: A folder for PATH, whose `dualform` is a fork of it too.
+        commands: A folder for PATH, whose `dualform` is a fork of it too, and whose `python -m
+            MODULE`.
     """
 
     def __init__(self) -> None:
         self.commands = Path(tempfile.mkdtemp(prefix="warm-"))
         self._address = str(self.commands / "socket")
-        (self.commands / "dualform").write_text(_COMMAND % (sys.executable, self._address))
-        (self.commands / "dualform").chmod(0o755)
+        for name in ("dualform", "python"):
+            (self.commands / name).write_text(_COMMAND % (sys.executable, self._address, name))
+            (self.commands / name).chmod(0o755)
         self._control, theirs = socket.socketpair()
         with theirs, socket.socket(socket.AF_UNIX) as listener:
             listener.bind(self._address)
@@ -160,7 +163,7 @@ import json, os, signal, socket, sys
 end, theirs = socket.socketpair()
 asked = socket.socket(socket.AF_UNIX)
 asked.connect(%r)
-data = json.dumps([os.getcwd(), dict(os.environ), "dualform", *sys.argv[1:]]).encode()
+data = json.dumps([os.getcwd(), dict(os.environ), %r, *sys.argv[1:]]).encode()
 socket.send_fds(asked, [len(data).to_bytes(4, "big")], [1, 2, theirs.fileno()])
 asked.sendall(data)
 asked.close()
@@ -187,7 +190,7 @@ def fits() -> bool:
 
 
 def commands() -> Path:
-    """A folder for PATH, whose `dualform` is such a process."""
+    """A folder for PATH, whose `dualform` is such a process, and whose `python -m MODULE`."""
     return _origin().commands
 
 
@@ -220,7 +223,7 @@ _FILE = """
 import runpy, sys, warnings
 from pathlib import Path
 warnings.simplefilter("error")
-sys.executable = sys.argv.pop(1)  # whoever looks for `dualform` beside it finds that of PATH
+sys.executable = sys.argv.pop(1)  # whoever starts it, or the `dualform` beside it, gets a fork
 sys.argv.pop(0)
 sys.path.insert(0, str(Path(sys.argv[0]).parent))
 runpy.run_path(sys.argv[0], run_name="__main__")
@@ -290,6 +293,11 @@ def _serve(control: socket.socket, listener: socket.socket) -> Callable[[], obje
         if task == "dualform":
             sys.argv = ["dualform", *arguments]
             return program
+        if task == "python":
+            _, module, *arguments = arguments
+            sys.path[:0] = ["", *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+            sys.argv = [module, *arguments]
+            return lambda: runpy.run_module(module, run_name="__main__", alter_sys=True)
         sys.argv = ["-c", *arguments]
         warnings.simplefilter("ignore")
         code = compile(task, "<string>", "exec")

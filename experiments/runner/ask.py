@@ -26,7 +26,7 @@ def main(
 ) -> None:
     """Ask for outputs, top-k and sums on every layer; leave ask.json in `folder`."""
     study = config.load(Path(study_file))
-    _, test = images.load(Path(data), Path(scratch))
+    test = images.held_out(Path(data), Path(scratch))
     model = images.network(study.hidden)
     model.load_state_dict(load_file(str(Path(folder) / "model.safetensors")))
     ask = study.ask

@@ -33,7 +33,7 @@ def main(
 ) -> None:
     """Leave compare.json in `folder`, which holds the checkpoints of the plain run."""
     study = config.load(Path(study_file))
-    _, test = images.load(Path(data), Path(scratch))
+    test = images.held_out(Path(data), Path(scratch))
     model = images.network(study.hidden).eval()
 
     errors: list[dict[str, Any]] = []

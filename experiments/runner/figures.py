@@ -26,7 +26,7 @@ def main(study_file: str, data: str, scratch: str, folder: str, address: str) ->
     """Leave figures/*.png and figures.json, what they show, in `folder`."""
     study = config.load(Path(study_file))
     assert study.figures is not None
-    tests = {task: images.load(Path(data), Path(scratch), task)[1] for task in study.tasks}
+    tests = {task: images.held_out(Path(data), Path(scratch), task) for task in study.tasks}
     model = images.network(study.hidden).eval()
     model.load_state_dict(load_file(str(Path(folder) / "model.safetensors")))
     out = Path(folder) / "figures"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,6 +57,24 @@ def load(data: Path, scratch: Path, task: str = "mnist") -> tuple[Images, Images
     Raises:
         FileNotFoundError: A file of the data set is missing.
     """
+    training, test, normalised = _read(data, scratch, task)
+    return normalised(training, torch.from_numpy(split()[1])), normalised(test, _every(test))
+
+
+def held_out(data: Path, scratch: Path, task: str = "mnist") -> Images:
+    """The 10,000 test images alone, in less time and memory; as for `load`."""
+    _, test, normalised = _read(data, scratch, task)
+    return normalised(test, _every(test))
+
+
+def _every(images: MNIST) -> torch.Tensor:
+    return torch.arange(len(images.data))
+
+
+def _read(
+    data: Path, scratch: Path, task: str
+) -> tuple[MNIST, MNIST, Callable[[MNIST, torch.Tensor], Images]]:
+    """Training and test files, and what makes images of some places of one of them."""
     source, offset = _SETS[task]
     raw = scratch / source.__name__ / "raw"
     raw.mkdir(parents=True, exist_ok=True)
@@ -66,8 +84,7 @@ def load(data: Path, scratch: Path, task: str = "mnist") -> tuple[Images, Images
     # "download" finds the archives in place, checks their md5 and unpacks them.
     training = source(str(scratch), train=True, download=True)
     test = source(str(scratch), train=False)
-    kept, chosen = split()
-    mean, deviation = _moments(training.data[kept])
+    mean, deviation = _moments(training.data[split()[0]])
 
     def normalised(images: MNIST, places: torch.Tensor) -> Images:
         pixels = images.data[places]
@@ -75,10 +92,7 @@ def load(data: Path, scratch: Path, task: str = "mnist") -> tuple[Images, Images
         tasks = np.full(len(places), task, object)
         return Images(inputs, images.targets[places], places + offset, pixels.numpy(), tasks)
 
-    return (
-        normalised(training, torch.from_numpy(chosen)),
-        normalised(test, torch.arange(len(test.data))),
-    )
+    return training, test, normalised
 
 
 def split() -> tuple[np.ndarray, np.ndarray]:

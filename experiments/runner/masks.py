@@ -29,7 +29,7 @@ def main(study_file: str, data: str, scratch: str, folder: str, address: str) ->
     masks = study.masks
     assert masks is not None
     tests = {
-        task: images.load(Path(data), Path(scratch), task)[1] for task in (masks.kept, masks.task)
+        task: images.held_out(Path(data), Path(scratch), task) for task in (masks.kept, masks.task)
     }
     model = images.network(study.hidden).eval()
     model.load_state_dict(load_file(str(Path(folder) / "model.safetensors")))

@@ -31,12 +31,16 @@ def main(
     descent = Descent(variant, model, study.steps)
 
     recorder = Recorder(model, descent.optimizer, str(Path(folder) / "recording"))
-    for training, _ in sets.values():
-        recorder.add_examples(training.ids.numpy(), [images.png(each) for each in training.pixels])
     accuracy: list[dict[str, float]] = []  # after each phase, by task
     loop_seconds = 0.0
     training_sets = {task: training for task, (training, _) in sets.items()}
+    shown: set[int] = set()
     for seen, plan in images.phases(study, training_sets, int(seed)):
+        new = [place for place in plan.unique().tolist() if int(seen.ids[place]) not in shown]
+        recorder.add_examples(
+            seen.ids[new].numpy(), [images.png(seen.pixels[place]) for place in new]
+        )
+        shown.update(seen.ids[new].tolist())
         start = time.perf_counter()
         for batch in plan:
             recorder.annotate(

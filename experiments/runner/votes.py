@@ -23,7 +23,7 @@ def main(study_file: str, data: str, scratch: str, folder: str, address: str) ->
     """Leave votes.json in `folder`: what one run adds to the paper's Table 1, in percent."""
     study = config.load(Path(study_file))
     assert study.votes is not None
-    _, test = images.load(Path(data), Path(scratch))
+    test = images.held_out(Path(data), Path(scratch))
     model = images.network(study.hidden)
     model.load_state_dict(load_file(str(Path(folder) / "model.safetensors")))
     inputs = test.inputs[: study.votes.images]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from dualform.engine.messages.catalog import Catalog
@@ -31,16 +31,19 @@ def serving(
         catalog: Instead of one opened from `indexes`.
     """
     config = ServerConfig(indexes, listen=f"127.0.0.1:{port}", limits=limits or ServerLimits())
-    ready, told = threading.Event(), threading.Event()
+    ready = threading.Event()
+    ends: list[Callable[[], object]] = []
     address: list[str] = []
     failure: list[BaseException] = []
 
     async def main() -> None:
+        told = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        ends.append(lambda: loop.call_soon_threadsafe(told.set))
         server = Server(config, catalog or open_catalog(config))
         address.append(await server.start())
         ready.set()
-        while not told.is_set():
-            await asyncio.sleep(0.01)
+        await told.wait()
         hurry = asyncio.Event()
         hurry.set()
         await server.drain(hurry)
@@ -60,7 +63,9 @@ def serving(
         assert not failure, failure
         yield address[0]
     finally:
-        told.set()
+        for end in ends:
+            with suppress(RuntimeError):  # it has ended, and `failure` says why
+                end()
         thread.join(60)
     assert not thread.is_alive()
     assert not failure, failure

@@ -23,6 +23,15 @@ sys.path.insert(0, str(EXPERIMENTS))
 
 from runner import config, images, report, table1, votes  # noqa: E402
 
+Sets = dict[str, tuple[images.Images, images.Images]]
+
+
+@pytest.fixture(scope="module")
+def sets(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Sets:
+    """Training and test images by task; read-only."""
+    scratch = tmp_path_factory.mktemp("sets")
+    return {task: images.load(data_dir, scratch, task) for task in ("mnist", "fashion")}
+
 
 def edited(tmp_path: Path, old: str, new: str) -> Path:
     text = (EXPERIMENTS / "mnist_tiny.yaml").read_text()
@@ -98,8 +107,8 @@ def test_batches_cross_epoch_borders_and_repeat_nothing_within_an_epoch() -> Non
     assert (stream[:100] != stream[100:200]).any()
 
 
-def test_the_split_and_normalisation_are_the_authors(data_dir: Path, tmp_path: Path) -> None:
-    training, test = images.load(data_dir, tmp_path)
+def test_the_split_and_normalisation_are_the_authors(sets: Sets) -> None:
+    training, test = sets["mnist"]
     kept, chosen = images.split()
     assert len(kept) == len(set(kept)) == 50_000
     assert (training.ids.numpy() == chosen).all()
@@ -112,7 +121,7 @@ def test_the_split_and_normalisation_are_the_authors(data_dir: Path, tmp_path: P
     assert training.inputs.max().item() == pytest.approx((255 - 33.275) / 78.518, abs=1e-4)
 
 
-def test_a_small_study_and_its_bounds(data_dir: Path, tmp_path: Path) -> None:
+def test_a_small_study_and_its_bounds(data_dir: Path, tmp_path: Path, sets: Sets) -> None:
     """With a bound that nothing could hold; then the same figures beside the study's own."""
     study = edited(tmp_path, "max_output_error: 1.0e-4", "max_output_error: 1.0e-12")
     done = run(study, data_dir, tmp_path, "--variant", "code")
@@ -127,7 +136,7 @@ def test_a_small_study_and_its_bounds(data_dir: Path, tmp_path: Path) -> None:
     ask = only["answers"]["ask"]
     assert list(ask["layers"]) == ["0", "2", "4"]
     for layer in ask["layers"].values():
-        assert layer["rows"] == 200 * 128
+        assert layer["rows"] == 200 * 32
         assert 0 < layer["output_error"] <= 1e-4
     assert ask["accuracy_dual"] == ask["accuracy_layer"]
     # 200 steps learn most of MNIST; chance is 0.1.
@@ -135,12 +144,12 @@ def test_a_small_study_and_its_bounds(data_dir: Path, tmp_path: Path) -> None:
     assert set(only["stages"]) == {"record", "build", "verify", "ask", "votes", "serve"}
     assert all(usage["peak_anonymous"] > 10e6 for usage in only["stages"].values())
     # Keys and values in float32, and little beside them.
-    rows = 200 * 128 * 4 * ((784 + 64 + 64) + (64 + 64 + 10))
+    rows = 200 * 32 * 4 * ((784 + 64 + 64) + (64 + 64 + 10))
     for size in only["bytes"].values():
         assert rows <= size <= 1.3 * rows + 20e6
     assert not (tmp_path / "code" / "recording").exists()
     assert not (tmp_path / "code" / "index").exists()
-    check_votes(data_dir, tmp_path, facts)
+    check_votes(sets, tmp_path, facts)
     check_accuracy(data_dir, only)
     check_two_variants(config.load(study), tmp_path)
     # What is done is not done again, unless the study has changed.
@@ -182,11 +191,11 @@ def check_accuracy(data: Path, only: dict[str, Any]) -> None:
         assert lines[f"{variant}, 250 steps"] != lines[f"{variant}, 200 steps"]
 
 
-def check_votes(data: Path, out: Path, told: dict[str, Any]) -> None:
+def check_votes(sets: Sets, out: Path, told: dict[str, Any]) -> None:
     """Layer 0's row of Table 1 against float64 sums over the images that training saw."""
     study = config.load(EXPERIMENTS / "mnist_tiny.yaml")
     assert study.votes is not None
-    training, test = images.load(data, out / "data")
+    training, test = sets["mnist"]
     ((seen, plan),) = images.phases(study, {"mnist": training}, seed=0)
     times = np.bincount(plan.numpy().ravel(), minlength=len(seen.ids))
     queries = test.inputs[: study.votes.images].double().numpy()
@@ -246,8 +255,11 @@ def test_shares_split_on_whether_the_output_is_right() -> None:
     )
 
 
-def test_a_mask_brings_back_what_a_second_task_took(data_dir: Path, tmp_path: Path) -> None:
-    done = run(EXPERIMENTS / "continual_tiny.yaml", data_dir, tmp_path)
+def test_a_mask_brings_back_what_a_second_task_took(
+    data_dir: Path, tmp_path: Path, sets: Sets
+) -> None:
+    words = [EXPERIMENTS / "continual_tiny.yaml", "--data", data_dir, "--out", tmp_path]
+    done = warm.run_file(EXPERIMENTS / "run.py", *words)
     assert done.returncode == 0, done.stderr
     (only,) = json.loads((tmp_path / "report.json").read_text())["variants"]
     facts = only["answers"]["masks"]
@@ -263,8 +275,8 @@ def test_a_mask_brings_back_what_a_second_task_took(data_dir: Path, tmp_path: Pa
     assert by_title["fashion masked from step 210 on, by dual_form"] == swept[210]
     assert swept[200]["mnist"] > swept[210]["mnist"] > swept[400]["mnist"]
     # The dual layers after the first phase are the model that training had then.
-    model = trained_on_mnist_only(data_dir, tmp_path)
-    _, test = images.load(data_dir, tmp_path / "data")
+    model = trained_on_mnist_only(sets)
+    _, test = sets["mnist"]
     then = (model(test.inputs[:1000]).argmax(1) == test.labels[:1000]).double().mean().item()
     assert by_title["the layers after 200 steps, by dual_form"]["mnist"] == pytest.approx(
         then, abs=1.5e-3
@@ -279,7 +291,7 @@ def test_a_mask_brings_back_what_a_second_task_took(data_dir: Path, tmp_path: Pa
         assert is_drawn(tmp_path / "code" / "figures" / f"astray_{kind}.png")
     assert is_drawn(tmp_path / "code" / "figures" / "sweep.png")
     tasks = {"mnist": 40_053, "fashion": 40_053}
-    ids = [set(images.load(data_dir, tmp_path / "data", task)[0].ids.tolist()) for task in tasks]
+    ids = [set(sets[task][0].ids.tolist()) for task in tasks]
     assert [len(each) for each in ids] == list(tasks.values())
     assert not ids[0] & ids[1]
 
@@ -291,10 +303,10 @@ def is_drawn(path: Path) -> bool:
         return min(width, height) > 300 and len(picture.convert("L").getcolors()) > 10
 
 
-def trained_on_mnist_only(data: Path, out: Path) -> torch.nn.Module:
+def trained_on_mnist_only(sets: Sets) -> torch.nn.Module:
     """The model after continual_tiny's first phase, by a plain loop."""
     study = config.load(EXPERIMENTS / "continual_tiny.yaml")
-    training = {task: images.load(data, out / "data", task)[0] for task in study.tasks}
+    training = {task: sets[task][0] for task in study.tasks}
     torch.manual_seed(0)
     model = images.network(study.hidden)
     variant = study.variants["code"]

@@ -17,6 +17,7 @@ from types import ModuleType
 from urllib.parse import unquote, urlsplit
 
 import pytest
+import warm
 from markdown_it import MarkdownIt
 
 from dualform.v1 import admin_pb2, attribution_pb2
@@ -156,8 +157,9 @@ def test_the_command_has_all_that_its_help_has(site: Path) -> None:
     seen = 0
     while todo:
         words = todo.pop()
-        command = [sys.executable, "-m", "dualform.cli", *words, "--help"]
-        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        done = warm.run("dualform", *words, "--help")
+        assert done.returncode == 0, done.stderr
+        told = done.stdout
         assert " ".join(["dualform", *words]) in text
         for option in re.findall(r"^ +(?:-\w, )?(--[\w-]+)", told, re.MULTILINE):
             assert option in text, (words, option)

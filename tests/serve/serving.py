@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,18 +79,21 @@ def serving(
             served_limits.max_k, served_limits.max_queries, served_limits.max_message_mib
         ),
     )
-    ready, told = threading.Event(), threading.Event()
+    ready = threading.Event()
+    ends: list[Callable[[], object]] = []
     address: list[str] = []
     running: list[Any] = []
     failure: list[BaseException] = []
 
     async def main() -> None:
+        told = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        ends.append(lambda: loop.call_soon_threadsafe(told.set))
         server = Server(config, catalog)
-        running[:] = [server, asyncio.get_running_loop()]
+        running[:] = [server, loop]
         address.append(await server.start())
         ready.set()
-        while not told.is_set():
-            await asyncio.sleep(0.01)
+        await told.wait()
         hurry = asyncio.Event()
         hurry.set()
         await server.drain(hurry)
@@ -116,7 +119,9 @@ def serving(
         ) as channel:
             yield Served(address[0], channel, catalog, config, *running)
     finally:
-        told.set()
+        for end in ends:
+            with suppress(RuntimeError):  # it has ended, and `failure` says why
+                end()
         thread.join(60)
     assert not thread.is_alive()
     assert not failure, failure

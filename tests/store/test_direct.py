@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,14 @@ def content(pages: int) -> mmap.mmap:
     memory = mmap.mmap(-1, pages * PAGE)
     memory[:] = np.random.default_rng(0).bytes(pages * PAGE)
     return memory
+
+
+@pytest.fixture
+def tmp_path(tmp_path: Path) -> Iterator[Path]:
+    """On a disk, whose pages and offsets must be whole, also where other tests write in memory."""
+    on_disk = Path("/var/tmp")
+    with tempfile.TemporaryDirectory(dir=on_disk if on_disk.is_dir() else tmp_path) as folder:
+        yield Path(folder)
 
 
 @pytest.fixture
