@@ -2,10 +2,12 @@
 contribution beside those by weight.
 
     python -m benchmarks attribution --index INDEX [--rounds 5] [--json FILE]
+    python -m benchmarks attribution --data MNIST_DIR [--steps 1600] [--scratch DIR]
 
 INDEX holds three linear layers and a column `example`, as `python -m benchmarks answers` records
 them from MNIST. The inputs are rows of the first layer; the model is made of the index's own final
 weights. Ratios are of processor time, which is that of both cores where they are used, in turn.
+With --data a network is trained, and its last layer asked beside captum's TracInCPFast.
 """
 
 from __future__ import annotations
@@ -23,10 +25,12 @@ import numpy as np
 import torch
 from torch import nn
 
+from benchmarks.tracin import beside_captum
 from dualform.client._gradients import gradients_of
 from dualform.client._targets import target_of
 from dualform.engine import Index
 from dualform.engine.memory.shards import ShardFile
+from dualform.engine.memory.weights import weights_by_row
 from dualform.layers import layers_of
 from dualform.questions import AttributeQuestion
 
@@ -36,12 +40,23 @@ K, UNIT = 10, 3
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(prog="benchmarks attribution", allow_abbrev=False)
-    parser.add_argument("--index", type=Path, required=True)
+    parser.add_argument("--index", type=Path)
+    parser.add_argument("--data", type=Path, help="folder that holds MNIST's files, for captum")
+    parser.add_argument("--steps", type=int, default=1600, help="of training beside captum")
+    parser.add_argument("--scratch", type=Path, help="folder for temporary files")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    with Index.open(arguments.index, use_faiss=False) as index:
-        results = compare(index, arguments.rounds)
+    results: list[dict[str, Any]] = []
+    if arguments.index is not None:
+        with Index.open(arguments.index, use_faiss=False) as index:
+            results += compare(index, arguments.rounds)
+    if arguments.data is not None:
+        results += beside_captum(
+            arguments.data, arguments.scratch, arguments.steps, arguments.rounds
+        )
+    if not results:
+        parser.error("say --index INDEX, --data MNIST_DIR, or both")
     print("| what | beside | seconds | beside | ratio |")
     print("|---|---|---:|---:|---:|")
     for line in results:
@@ -146,7 +161,7 @@ def products(index: Index, asked: AttributeQuestion) -> None:
         queries, directions = map(torch.from_numpy, each.matrices)
         for shard in index.layers[each.layer].shards:
             everything = np.ones(shard.rows, bool)
-            for tile in shard.tiles(everything, len(queries), values=True):
+            for tile in shard.tiles(everything, len(queries), values=True, once=True):
                 assert tile.values is not None
-                _ = queries @ tile.keys.T
-                _ = directions @ tile.values.T
+                weights_by_row(queries, tile.keys, wide=False)
+                weights_by_row(directions, tile.values, wide=False)

@@ -60,6 +60,7 @@ def main() -> int:
     costs = asked(study, folder, arguments)
     halves, margins = half_trained(study, folder, arguments.subsets, arguments.seeds)
     table: list[dict[str, Any]] = []
+    whole = study.retrained(np.arange(study.examples), 3 * arguments.seeds)
     for name in arguments.ways:
         if name not in costs:
             continue
@@ -73,15 +74,14 @@ def main() -> int:
                 "lowest": min(single),
                 "highest": max(single),
                 "of the mean": datamodelling(mean, halves, margins),
-                "fall": removed(study, scores[0][: arguments.removals], arguments.seeds),
+                "fall": removed(study, scores[0][: arguments.removals], whole, arguments.seeds),
                 **costs[name],
             }
         )
         print(json.dumps(table[-1]), file=sys.stderr, flush=True)
     chance = np.random.default_rng(0).standard_normal(scores[0].shape)
-    table.append(
-        {"way": "at random", "fall": removed(study, chance[: arguments.removals], arguments.seeds)}
-    )
+    fall = removed(study, chance[: arguments.removals], whole, arguments.seeds)
+    table.append({"way": "at random", "fall": fall})
     (folder / "retraining.json").write_text(json.dumps(table, indent=1) + "\n")
     report(table, arguments.runs)
     return 0
@@ -177,15 +177,15 @@ def ranks(numbers: np.ndarray) -> np.ndarray:
     return numbers.argsort(axis=0, kind="stable").argsort(axis=0)
 
 
-def removed(study: Study, scores: np.ndarray, seeds: int) -> float:
+def removed(study: Study, scores: np.ndarray, whole: np.ndarray, seeds: int) -> float:
     """How far margins fall, on average, when the first hundred examples of each are left out.
 
     Args:
         study: What is trained.
         scores: Float64 [some of the tests, examples].
+        whole: Float64 [tests], the margins of those trained on all.
         seeds: Trainings of each.
     """
-    whole = study.retrained(np.arange(study.examples), 3 * seeds)
     falls = []
     for test, each in enumerate(scores):
         first = np.argsort(-each, kind="stable")[:REMOVED]

@@ -36,5 +36,6 @@ def test_a_small_study(tmp_path: Path) -> None:
     assert retraining.ask(study, "all", tmp_path / "run-0") == 0
     scores = np.load(tmp_path / "run-0" / "all.npy")
     chance = np.random.default_rng(0).standard_normal(scores.shape)
+    whole = study.retrained(np.arange(200), 3)
     # Without the hundred that raised it most, a margin falls further than without any hundred.
-    assert retraining.removed(study, scores, 1) > retraining.removed(study, chance, 1)
+    assert retraining.removed(study, scores, whole, 1) > retraining.removed(study, chance, whole, 1)

@@ -1,7 +1,8 @@
 """The transport of local mode: the engine in this process, no server, no socket.
 
-The engine is imported when the first index is opened; on the CPU it scans with torch alone and
-leaves the process's thread settings as they are.
+The engine is imported when the first index is opened; on the CPU it scans with torch, and for a
+few queries with FAISS's loop over rows, which has no threads of its own; it leaves the process's
+thread settings as they are.
 
 A forked process opens the index anew, for locks and files are its parent's, where it may use torch.
 """

@@ -8,12 +8,11 @@ loop over rows reads them where they lie, in less than half the time.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 
 from dualform.engine.memory.shards import Shard, Stop, check_stop
+from dualform.engine.memory.weights import inner_products
 
 MAX_K = 2048
 """Above this FAISS's heaps cost more than the scan they save."""
@@ -45,7 +44,7 @@ def search(
 
     keys = shard.mapped_keys().numpy()
     if len(queries) == 1:
-        return _of_one(faiss, keys, queries[0].numpy(), min(k, shard.rows))
+        return _of_one(keys, queries[0].numpy(), min(k, shard.rows))
     # Small batches leave BLAS by default, up to eight times slower. It is a setting of the whole
     # process, which somebody else may have changed since the last search.
     if hasattr(faiss.cvar, "distance_compute_blas_threshold"):
@@ -91,13 +90,10 @@ def _best(found: list[tuple[np.ndarray, np.ndarray]], k: int) -> tuple[np.ndarra
     return np.take_along_axis(scores, kept, axis=1), np.take_along_axis(places, kept, axis=1)
 
 
-def _of_one(
-    faiss: Any, keys: np.ndarray, query: np.ndarray, k: int
-) -> tuple[np.ndarray, np.ndarray]:
+def _of_one(keys: np.ndarray, query: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
     """As `search`, for a query float32 [d]; keys may be unaligned."""
     scores = np.empty(len(keys), np.float32)
-    pointers = (faiss.swig_ptr(np.ascontiguousarray(each)) for each in (scores, query, keys))
-    faiss.fvec_inner_products_ny(*pointers, keys.shape[1], len(keys))
+    inner_products(query, keys, scores)
     best = np.argpartition(scores, len(scores) - k)[len(scores) - k :]
     best = best[np.argsort(-scores[best])]
     return scores[best][None], best[None]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from dualform.engine.context import multiplies_in_float32
 from dualform.engine.errors import ResourceExhaustedError
 from dualform.engine.groups.best import BestGroups, best_groups
 from dualform.engine.groups.pairs import Pairs
@@ -19,6 +20,7 @@ from dualform.engine.memory.fold import fold
 from dualform.engine.memory.layer import Layer
 from dualform.engine.memory.shards import Stop, check_stop
 from dualform.engine.memory.tiles import Tile
+from dualform.engine.memory.weights import weights_by_row
 from dualform.engine.rows.groups import Groups
 from dualform.engine.topk.followed_along import (
     MOST_PRODUCTS,
@@ -62,8 +64,7 @@ class AttributedSum:
         wide: bool = False,
     ) -> None:
         self._pairs = pairs
-        self._wide = wide
-        self._directions = pairs.directions.double() if wide else pairs.directions
+        self._wide, self.once = wide, not wide
         self._bias = None if pairs.bias is None else pairs.bias[:, None]
         self._coefficients = coefficients
         self._sum = GroupSum(pairs.count, groups, absolute=False)
@@ -72,12 +73,13 @@ class AttributedSum:
         """Take a tile, with values, and its weights, [m, rows]."""
         assert tile.values is not None
         of_weight, of_bias = row_coefficients(self._coefficients, tile.steps)
+        parts = weights.to(torch.float64, copy=True)
         if of_bias is None:
-            parts = weights.to(torch.float64, copy=True).mul_(of_weight)
+            parts.mul_(of_weight)
         else:
             beside = of_bias if self._bias is None else self._bias * of_bias
-            parts = torch.addcmul(beside, weights.double(), of_weight)
-        parts *= self._directions @ (tile.values.double() if self._wide else tile.values).T
+            torch.addcmul(beside, parts, of_weight, out=parts)
+        parts *= weights_by_row(self._pairs.directions, tile.values, wide=self._wide)
         self._sum.update(tile, self._pairs.fold(parts))
 
     def merge(self, other: AttributedSum) -> None:
@@ -211,7 +213,7 @@ def layer_sums(asked: PreparedLayer, first: int, last: int, stop: Stop | None) -
         return np.zeros((pairs.count, groups))
     if asked.coefficients is not None:
         pairs = pairs.few()
-        for wide in (False, True):
+        for wide in (False, True) if multiplies_in_float32() else (True,):
             total = AttributedSum(pairs, asked.coefficients, Groups(asked.grouping), wide=wide)
             fold(layer, pairs.queries, asked.selected, [total], stop)
             found = total.result()

@@ -24,6 +24,7 @@ class ContributionSum:
     values = True
 
     def __init__(self, queries: int, groups: Groups, contribution: Contribution) -> None:
+        self.once = contribution.directions is None
         self._contribution = contribution
         self._sum = GroupSum(queries, groups, absolute=False)
 
@@ -50,7 +51,7 @@ class CosineSum:
         groups: The groups.
     """
 
-    values = False
+    values, once = False, True
 
     def __init__(self, queries: torch.Tensor, groups: Groups) -> None:
         self._queries = queries

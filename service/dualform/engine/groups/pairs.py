@@ -9,6 +9,7 @@ x = M[u, :], g the unit vector and b = h[u].
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -32,7 +33,7 @@ class Pairs:
     inputs: np.ndarray
     bias: torch.Tensor | None = None
 
-    @property
+    @cached_property
     def single(self) -> bool:
         """Whether each input has one, in order."""
         return len(self.inputs) == self.count and bool((np.diff(self.inputs) == 1).all())

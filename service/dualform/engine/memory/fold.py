@@ -17,7 +17,7 @@ import torch
 from dualform.engine.memory.layer import Layer
 from dualform.engine.memory.shards import Stop
 from dualform.engine.memory.tiles import Tile
-from dualform.engine.memory.weights import needs_float64, tile_weights
+from dualform.engine.memory.weights import needs_float64, weights_by_row
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -28,9 +28,12 @@ class Reducer(Protocol):
 
     Attributes:
         values: Whether it needs the tiles' values.
+        once: Whether it makes no copies of a tile's keys or values, wider ones above all: then
+            tiles for a single query may be large.
     """
 
     values: bool
+    once: bool
 
     def update(self, tile: Tile, weights: torch.Tensor) -> None:
         """Take a tile and its weights, float32 or float64 [n, rows], which stay as they are."""
@@ -58,7 +61,7 @@ class Fold:
     def weights(self, tile: Tile) -> torch.Tensor:
         """The attention weights of a tile, [n, rows]."""
         wide = needs_float64(self._longest, tile.max_norm)
-        return tile_weights(self._queries, tile.keys, wide=wide)
+        return weights_by_row(self._queries, tile.keys, wide=wide)
 
     def take(self, tile: Tile) -> None:
         """Multiply every row of a tile once, and give the weights to every reducer."""
@@ -85,7 +88,8 @@ def fold(
     """
     asked = Fold(queries, reducers)
     values = any(reducer.values for reducer in reducers)
+    once = all(reducer.once for reducer in reducers)
     for shard in layer.shards:
         inside = selected[shard.start : shard.start + shard.rows]
-        for tile in shard.tiles(inside, len(queries), values=values, stop=stop):
+        for tile in shard.tiles(inside, len(queries), values=values, once=once, stop=stop):
             asked.take(tile)

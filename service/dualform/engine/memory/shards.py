@@ -2,8 +2,9 @@
 
 A mapped file is read-only to us and never changes after publication; one that does is noticed
 before the next question to it. Keys and values are as the index has them; what is computed with is
-a tile in float32, a copy in aligned memory, small enough to stay in the processor's cache. The
-mapped numbers are unaligned: a FAISS header has an odd number of bytes.
+a tile in float32, small enough to stay in the processor's cache: the mapped numbers where they lie,
+or a copy of what is narrower or lies apart. Mapped keys are unaligned: a FAISS header has an odd
+number of bytes.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch
 from dualform.engine.errors import CancelledError, DataLossError
 from dualform.engine.memory.mapped import advise, map_file
 from dualform.engine.memory.tiles import Tile
+from dualform.engine.memory.weights import ONE_BY_ONE, reads_in_place
 from dualform.engine.rows.table import Table
 from dualform.store.encoding import FLOAT32, Encoding
 from dualform.store.errors import DamagedError
@@ -33,6 +35,9 @@ from dualform.store.index import REBUILD
 
 TILE_BYTES = 4 << 20
 """Bytes of a tile's keys: about what stays in cache between the copy and the product."""
+
+ONE_QUERY_BYTES = 64 << 20
+"""Likewise for a single query, which reads its keys once, where they lie."""
 
 TILE_WEIGHTS = 4 << 20
 """Weights of a tile, queries times rows, at most: what bounds a scan's memory."""
@@ -56,10 +61,13 @@ class RowFile(ABC):
     Attributes:
         d: Numbers of a row.
         path: Where the file is.
+        in_place: Whether rows are float32 as they lie.
 
     Raises:
         DamagedError: The file is missing, no file, or has the wrong size.
     """
+
+    in_place = False
 
     def __init__(
         self, directory: Path, entry: FileEntry, rows: int, d: int, encoding: Encoding
@@ -215,6 +223,7 @@ class ShardFile(RowFile):
     ) -> None:
         super().__init__(directory, entry, *shape, encoding)
         self._header = header
+        self.in_place = self._dtype is torch.float32
         self._wrong = wrong
         self._scattered = False
 
@@ -337,6 +346,7 @@ class Shard:
         queries: int,
         *,
         values: bool = False,
+        once: bool = False,
         stop: Stop | None = None,
     ) -> Iterator[Tile]:
         """Cut the selected rows into tiles, in order of position; one is valid until the next.
@@ -345,6 +355,8 @@ class Shard:
             selected: bool [rows].
             queries: How many queries the tiles will be multiplied with.
             values: Whether tiles carry values.
+            once: Whether keys and values are multiplied and not looked at again: then tiles of all
+                rows for a single query may be large.
             stop: Asked between tiles; True raises CancelledError.
         """
         count = int(np.count_nonzero(selected))
@@ -355,12 +367,18 @@ class Shard:
         files = [file for file in (self.keys, value_file) if file is not None]
         for file in files:
             file.expect(scattered=scattered)
-        step = tile_rows(max(file.d for file in files), queries)
+        in_place = self.keys.in_place and (queries > ONE_BY_ONE or reads_in_place())
+        width = max(file.d for file in files)
+        step = tile_rows(width, queries, once=once and in_place and count == self.rows)
         finite = None if self.finite.all() else self.finite
-        scratch = torch.empty((min(step, count), self.keys.d), dtype=torch.float32, device="cpu")
+        room = torch.empty(0, dtype=torch.float32, device="cpu")
         for inside, positions in self._pieces(selected, count, step):
             check_stop(stop)
-            tile_keys = self.keys.copy(inside, scratch[: len(positions)])
+            if in_place and isinstance(inside, slice):
+                tile_keys = self.keys.pick(inside)
+            else:
+                room = room if room.numel() else room.new_empty((min(step, count), self.keys.d))
+                tile_keys = self.keys.copy(inside, room[: len(positions)])
             tile_values = None if value_file is None else value_file.pick(inside)
             tile_finite = None if finite is None else finite[inside]
             yield Tile(self.table, positions, tile_keys, tile_values, self.max_norm, tile_finite)
@@ -394,9 +412,11 @@ def is_scattered(count: int, rows: int) -> bool:
     return count < rows // _SCATTERED
 
 
-def tile_rows(width: int, queries: int) -> int:
-    """How many rows of so many floats a tile has that is multiplied with so many queries."""
-    return max(64, min(TILE_BYTES // FLOAT32.row_bytes(width), TILE_WEIGHTS // queries))
+def tile_rows(width: int, queries: int, *, once: bool = False) -> int:
+    """How many rows of so many floats a tile has that is multiplied with so many queries; `once` as
+    for `Shard.tiles`."""
+    size = ONE_QUERY_BYTES if once and queries == 1 else TILE_BYTES
+    return max(64, min(size // FLOAT32.row_bytes(width), TILE_WEIGHTS // queries))
 
 
 def check_stop(stop: Stop | None) -> None:

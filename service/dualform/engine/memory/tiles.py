@@ -17,7 +17,7 @@ class Tile:
     Attributes:
         table: What is known of its rows.
         positions: int64 [rows], ascending: where in the table they are.
-        keys: float32 [rows, d_in].
+        keys: float32 [rows, d_in], aligned or not.
         values: float32 [rows, d_out], or None where nothing asked for them.
         max_norm: Upper bound of the finite keys' Euclidean norms.
         finite: bool [rows]: which keys are; None where all are.

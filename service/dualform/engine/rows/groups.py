@@ -154,14 +154,11 @@ def tile_runs(groups: Groups, table: Table, positions: np.ndarray) -> Runs:
     return runs(groups.codes(table, positions))
 
 
-def few_runs(codes: np.ndarray) -> Runs | None:
-    """Runs of equal codes, int32 [rows], or None where they are more than FEW_SPANS."""
-    return runs(codes) if len(codes) <= FEW_SPANS or _few(codes) else None
-
-
-def _few(codes: np.ndarray) -> bool:
-    edges = int(np.count_nonzero(np.diff(codes)))
-    return edges < FEW_SPANS or int(np.count_nonzero(np.diff(np.sort(codes)))) < FEW_SPANS
+def few_runs(codes: np.ndarray, groups: int) -> Runs | None:
+    """Runs of equal codes, int32 [rows], below `groups`; None where they may be more than
+    FEW_SPANS."""
+    few = min(groups, len(codes)) <= FEW_SPANS
+    return runs(codes) if few or int(np.count_nonzero(np.diff(codes))) < FEW_SPANS else None
 
 
 def runs(codes: np.ndarray) -> Runs:

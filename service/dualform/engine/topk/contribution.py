@@ -82,8 +82,10 @@ class Contribution:
         """
         assert tile.values is not None
         of_weight, of_bias = self.factors(tile.steps)
-        values = tile.values.double()
-        e = values[:, self.unit] if self.directions is None else self.directions.double() @ values.T
+        if self.directions is None:
+            e = tile.values[:, self.unit].double()
+        else:
+            e = self.directions.double() @ tile.values.double().T
         return (weights.double() * of_weight + of_bias) * e
 
     def of_tile(

@@ -123,11 +123,12 @@ class ContributionBounds:
         longest: float,
     ) -> torch.Tensor:
         """See Bounds; without any value where directions are asked about."""
-        self._weigh(parts, rows, longest)
+        self._longest = longest
         c, of_bias = self._factors(where)
         if self._sizes is None:
             e = self._unit_values(where).double()
-            return self._merits(c * e, of_bias * e, slice(None))
+            return self._of_unit(parts, rows, c * e, of_bias * e)
+        self._weigh(parts, rows)
         lengths = torch.from_numpy(self._layer.value_norms[where]).double()
         sizes = self._sizes
         return self._unsigned(
@@ -161,19 +162,61 @@ class ContributionBounds:
         found += (most * _ROUND).float()
         return found
 
-    def _weigh(
+    def _of_unit(
         self,
         parts: Sequence[tuple[torch.Tensor, slice | np.ndarray]],
         rows: Sequence[int],
-        longest: float,
+        factors: torch.Tensor,
+        of_bias: torch.Tensor,
+    ) -> torch.Tensor:
+        """Bounds of contributions to a unit from cE and c'E, float64 [rows]: each weight's middle
+        times |cE|, signed, and what else there is as one product, of four numbers of each row with
+        four of each query: |cE| rho with |s|, |cE| with the slack, c'E with 1, and 1 with what may
+        be flushed to zero.
+
+        Enlarging |cE| and c'E by 2^-21, eight roundings, makes up for the six that follow; where
+        the middle is negative it adds to them, and the slack has all fifteen.
+        """
+        ends, absolute = np.cumsum([0, *rows]), self._order == "absolute"
+        size = _factor(factors)
+        signed, of_bias = size, of_bias.abs()
+        if not absolute:
+            sign = -1.0 if self._order == "smallest" else 1.0
+            signed, of_bias = size * (factors.sign() * sign).float(), of_bias * sign
+        of_bias = (of_bias + of_bias.abs() * 2.0**-21).float()
+        norms = self._norms
+        flushed = (_TINY * (4 * norms * self._longest + norms + 16)).float()
+        ones = torch.ones(len(size))
+        asked = torch.stack([self._rest, self._slack(), ones.new_ones(len(norms)), flushed])
+        found = torch.empty((ends[-1], len(self._z)))
+
+        def fill(number: int) -> None:
+            span = slice(ends[number], ends[number + 1])
+            sketches, some = pick(*parts[number]), found[span]
+            torch.mm(sketches[:, :-1], self._z.T, out=some)
+            if absolute:
+                some.abs_()
+            some *= signed[span, None]
+            four = (size[span] * sketches[:, -1], size[span], of_bias[span], ones[span])
+            some.addmm_(torch.stack(four, dim=1), asked)
+
+        over_shards(fill, range(len(parts)), len(self._z))
+        return _ranked(found, factors[:, None])
+
+    def _slack(self) -> torch.Tensor:
+        """What rounding can add to weights, those of the bounds' own sums too: float32 [n]."""
+        allowance = self._sketched.allowance(self._longest)
+        allowance += 2.0**-20 * self._longest * self._norms
+        return torch.nextafter(allowance.float(), torch.tensor(torch.inf))
+
+    def _weigh(
+        self, parts: Sequence[tuple[torch.Tensor, slice | np.ndarray]], rows: Sequence[int]
     ) -> None:
         """The middle of each weight's interval, z.y, and half its width, float32 [rows, n]."""
         ends = np.cumsum([0, *rows])
         self._middle = torch.empty((ends[-1], len(self._z)))
         self._half = torch.empty((ends[-1], len(self._z)))
-        self._longest = longest
-        allowance = self._sketched.allowance(longest) + 2.0**-20 * longest * self._norms
-        slack = torch.nextafter(allowance.float(), torch.tensor(torch.inf))
+        slack = self._slack()
 
         def fill(number: int) -> None:
             span = slice(ends[number], ends[number + 1])
@@ -194,9 +237,7 @@ class ContributionBounds:
     def _merits(
         self, factors: torch.Tensor, of_bias: torch.Tensor, which: slice | torch.Tensor
     ) -> torch.Tensor:
-        """Bounds of merits from cE and c'E, float64 [rows] or [rows, n]."""
-        if factors.dim() == 1:
-            factors, of_bias = factors[:, None], of_bias[:, None]
+        """Bounds of merits from cE and c'E, float64 [rows, n]."""
         if self._order == "absolute":
             return self._unsigned(factors.abs(), of_bias.abs(), which)
         sign = 1.0 if self._order == "largest" else -1.0
@@ -207,7 +248,7 @@ class ContributionBounds:
         return _ranked(found, factors)
 
     def _up(self, numbers: torch.Tensor) -> torch.Tensor:
-        """What is added last, float64 [rows, n] or [rows, 1], in float32 [rows, n]: larger by more
+        """What is added last, float64 [rows, n], in float32: larger by more
         than roundings, and by what factors that float32 flushes to zero would have made."""
         flushed = _TINY * (4 * self._norms * self._longest + 4)
         raised: torch.Tensor = numbers + numbers.abs() * 2.0**-21 + flushed

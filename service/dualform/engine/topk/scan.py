@@ -314,7 +314,8 @@ class Scan:
         """Propose rows of a shard for all queries, or for those named."""
         asked = queries if which is None else queries[torch.from_numpy(which)]
         wide = needs_float64(best.longest_query, shard.max_norm)
-        for tile in shard.tiles(selected, len(asked), values=best.values, stop=self._stop):
+        needs = {"values": best.values, "once": best.once}
+        for tile in shard.tiles(selected, len(asked), **needs, stop=self._stop):
             best.update(tile, tile_weights(asked, tile.keys, wide=wide), which)
 
 

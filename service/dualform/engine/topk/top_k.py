@@ -78,7 +78,7 @@ class TopK:
         stop: Asked while rows are read again.
 
     Attributes:
-        values: Whether it needs the tiles' values.
+        values, once: As a Reducer has them.
         longest_query: The largest Euclidean norm of a query.
         longest: At least that of the layer's finite keys.
         error: float64 [n], how far a float32 attention weight can be from the exact one for these.
@@ -92,6 +92,7 @@ class TopK:
         stop: Stop | None = None,
     ) -> None:
         self.values = ranking.contribution is not None
+        self.once = ranking.contribution is None or ranking.contribution.directions is None
         self._layer = layer
         self._queries = queries
         self._ranking = ranking

@@ -74,7 +74,7 @@ class DistinctSum:
         absolute: Add |weight|.
     """
 
-    values = False
+    values, once = False, True
 
     def __init__(
         self,

@@ -37,7 +37,7 @@ class GroupTotals:
 
     def merge(self, other: GroupTotals) -> None:
         """Add another's totals to those of the same groups."""
-        numbers = torch.from_numpy(self.groups.join(other.groups))
+        numbers = torch.from_numpy(self.groups.join(other.groups).astype(np.int64))
         added = other.tensor()[: len(other.groups)]
         self.tensor().index_add_(0, numbers, added)
 
@@ -58,7 +58,7 @@ class GroupSum:
         absolute: Add |weight|.
     """
 
-    values = False
+    values, once = False, True
 
     def __init__(self, queries: int, groups: Groups, absolute: bool) -> None:
         self._groups = groups
@@ -71,13 +71,15 @@ class GroupSum:
         totals = self._totals.tensor()
         if self._absolute:
             weights = weights.abs()
-        found = few_runs(codes)
-        if found is None and len(weights) <= _ONE_BY_ONE:
-            for query, of_query in enumerate(weights.double().numpy()):
-                np.add.at(totals.numpy()[:, query], codes, of_query)
-            return
+        found = few_runs(codes, len(self._groups))
         if found is None:
-            totals.index_add_(0, torch.from_numpy(codes), weights.T.double())
+            places = codes.astype(np.int64)  # of narrower ones each row is a call
+            if len(weights) <= _ONE_BY_ONE:
+                for query, of_query in enumerate(weights.double().numpy()):
+                    np.add.at(totals.numpy()[:, query], places, of_query)
+            else:
+                by_row = weights.T.contiguous().double()
+                totals.index_add_(0, torch.from_numpy(places), by_row)
             return
         if found.order is not None:
             weights = weights[:, found.order]
@@ -88,7 +90,7 @@ class GroupSum:
         """Take whole runs: their groups, int32 [runs], and total weights, float64 [n, runs]."""
         totals = self._totals.tensor()
         parts = torch.from_numpy(np.ascontiguousarray(weights.T))
-        totals.index_add_(0, torch.from_numpy(groups), parts)
+        totals.index_add_(0, torch.from_numpy(groups.astype(np.int64)), parts)
 
     def merge(self, other: GroupSum) -> None:
         """Take what another added up, signed or absolute as this one, of other rows."""
@@ -108,7 +110,7 @@ class GroupCount:
         groups: The groups.
     """
 
-    values = False
+    values, once = False, True
 
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
@@ -146,7 +148,7 @@ class KeySum:
         groups: The groups.
     """
 
-    values = False
+    values, once = False, False
 
     def __init__(self, d_in: int, groups: Groups) -> None:
         self._groups = groups
@@ -154,8 +156,8 @@ class KeySum:
 
     def update(self, tile: Tile, weights: torch.Tensor) -> None:
         """Take a tile."""
-        numbers = torch.from_numpy(self._groups.codes(tile.table, tile.positions))
-        totals = self._totals.tensor()
+        codes = self._groups.codes(tile.table, tile.positions)
+        numbers, totals = torch.from_numpy(codes.astype(np.int64)), self._totals.tensor()
         totals.index_add_(0, numbers, tile.keys.double())
 
     def merge(self, other: KeySum) -> None:

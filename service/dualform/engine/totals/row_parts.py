@@ -33,7 +33,7 @@ class WeightedValues:
         groups: The groups to keep apart.
     """
 
-    values = True
+    values, once = True, False
 
     def __init__(
         self,
