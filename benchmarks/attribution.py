@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument("--index", type=Path)
     parser.add_argument("--data", type=Path, help="folder that holds MNIST's files, for captum")
     parser.add_argument("--steps", type=int, default=1600, help="of training beside captum")
+    parser.add_argument("--examples", type=int, default=60_000, help="of training beside captum")
     parser.add_argument("--scratch", type=Path, help="folder for temporary files")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
@@ -52,9 +53,8 @@ def main() -> None:
         with Index.open(arguments.index, use_faiss=False) as index:
             results += compare(index, arguments.rounds)
     if arguments.data is not None:
-        results += beside_captum(
-            arguments.data, arguments.scratch, arguments.steps, arguments.rounds
-        )
+        asked = (arguments.data, arguments.scratch, arguments.steps, arguments.examples)
+        results += beside_captum(*asked, arguments.rounds)
     if not results:
         parser.error("say --index INDEX, --data MNIST_DIR, or both")
     print("| what | beside | seconds | beside | ratio |")

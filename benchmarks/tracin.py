@@ -59,17 +59,17 @@ class Loop:
 
 
 def beside_captum(
-    data: Path, scratch: Path | None, steps: int, rounds: int
+    data: Path, scratch: Path | None, steps: int, examples: int, rounds: int
 ) -> list[dict[str, Any]]:
     """Set-up and questions of one and 64 images, processor seconds, ours and captum's.
 
     Args:
         data: MNIST's folder.
         scratch: Where recording, index and checkpoints go for a while.
-        steps: Of training.
+        steps, examples: Of training.
         rounds: Of questions.
     """
-    inputs, labels = images(data, "train")
+    inputs, labels = (each[:examples] for each in images(data, "train"))
     tests, truths = images(data, "t10k")
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
         setup, model, index, paths = _set_up(inputs, labels, Path(folder), steps)

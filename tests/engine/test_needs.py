@@ -31,7 +31,7 @@ from dualform.engine.messages import answers, needs
 from dualform.engine.messages.limits import Limits
 from dualform.questions import (
     AttributedLayer, AttributeQuestion, ExplainQuestion, OutputQuestion, StreamWeightsQuestion,
-    SumsQuestion, TopGroupsQuestion, TopKQuestion,
+    SelfInfluenceQuestion, SumsQuestion, TopGroupsQuestion, TopKQuestion,
 )
 from dualform.serve.memory import anonymous_bytes
 
@@ -68,6 +68,11 @@ def attribute(name, queries, inputs, by, k):
     question = AttributeQuestion((layer,), inputs, by=by, k=k, max_residual=1e9)
     one(name, needs.of_attribute(index, question),
         lambda: answers.attribute(index, question, limits, None))
+
+def self_influence(name, by):
+    question = SelfInfluenceQuestion("fc", by)
+    one(name, needs.of_self_influence(index, question, index.group_count("fc", by, "by")),
+        lambda: answers.self_influence(index, question, limits, None))
 
 rows("warm", TopKQuestion("fc", some[:2], k=3))
 """
@@ -108,6 +113,8 @@ rows("direction", TopKQuestion("fc", some[:100], k=20, rank_by="contribution",
 explained = ExplainQuestion((("fc", some),), k=20, group_by="label", output=True)
 one("explain", needs.of_explain(index, explained),
     lambda: answers.explain(index, explained, limits, None))
+for by in ("single", "label", "place"):
+    self_influence(f"self-influence-{by}", by)
 stream = StreamWeightsQuestion("fc", some)
 one("stream", needs.of_stream(index, stream),
     lambda: [len(p.SerializeToString())
@@ -183,6 +190,7 @@ def test_estimates_are_upper_bounds(tmp_path: Path) -> None:
         rows_per_step=500,
         label=(np.arange(ROWS) % 7).tolist(),
         single=np.arange(ROWS).tolist(),
+        place=(np.arange(ROWS) // 250).tolist(),
     )
     # Keys near a plane of a few dimensions, so that sketches of them say something.
     plane = rng.standard_normal((DISTINCT, 8)) @ rng.standard_normal((8, WIDE))

@@ -371,17 +371,28 @@ class Shard:
         width = max(file.d for file in files)
         step = tile_rows(width, queries, once=once and in_place and count == self.rows)
         finite = None if self.finite.all() else self.finite
-        room = torch.empty(0, dtype=torch.float32, device="cpu")
+        read = self._reader(in_place, min(step, count))
         for inside, positions in self._pieces(selected, count, step):
             check_stop(stop)
-            if in_place and isinstance(inside, slice):
-                tile_keys = self.keys.pick(inside)
-            else:
-                room = room if room.numel() else room.new_empty((min(step, count), self.keys.d))
-                tile_keys = self.keys.copy(inside, room[: len(positions)])
+            tile_keys = read(inside)
             tile_values = None if value_file is None else value_file.pick(inside)
             tile_finite = None if finite is None else finite[inside]
             yield Tile(self.table, positions, tile_keys, tile_values, self.max_norm, tile_finite)
+
+    def _reader(self, in_place: bool, most: int) -> Callable[[np.ndarray | slice], torch.Tensor]:
+        """Gives keys, up to so many at a time: those in a row where they lie, if that is asked for,
+        others in memory that is used again."""
+        room: list[torch.Tensor] = []
+
+        def read(inside: np.ndarray | slice) -> torch.Tensor:
+            if in_place and isinstance(inside, slice):
+                return self.keys.pick(inside)
+            if not room:
+                room.append(torch.empty((most, self.keys.d), dtype=torch.float32, device="cpu"))
+            count = inside.stop - inside.start if isinstance(inside, slice) else len(inside)
+            return self.keys.copy(inside, room[0][:count])
+
+        return read
 
     def _pieces(
         self, selected: np.ndarray, count: int, step: int

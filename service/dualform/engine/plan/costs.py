@@ -14,10 +14,13 @@ from dualform.engine.plan.offer import Offer
 from dualform.store.packed_rows import block_rows
 
 # Seconds per byte of keys: read once, for each of the first eight queries, for each further one.
-_SCAN = (0.086e-9, 0.014e-9, 0.006e-9)
+_SCAN = (0.072e-9, 0.012e-9, 0.006e-9)
 _FLAT = (0.062e-9, 0.009e-9, 0.004e-9)
-# The same for a single query, which is not copied for BLAS.
+# The same for a single query, for which keys are read where they lie.
+_SCAN_ONE = 0.036e-9
 _FLAT_ONE = 0.033e-9
+# The same where keys are copied first, as those are that lie apart or are narrower.
+_COPIED = (0.086e-9, 0.014e-9, 0.006e-9)
 # Rows that sketches leave lie apart: each costs more than in a scan.
 _SCATTERED = 1.6
 # Seconds per row that sketches leave and query: its score is compared with what is known so far.
@@ -51,7 +54,12 @@ bounds take memory."""
 
 def scan_seconds(size: float, queries: int) -> float:
     """To multiply `size` bytes of keys with so many queries."""
-    return _seconds(_SCAN, size, queries)
+    return _SCAN_ONE * size if queries == 1 else _seconds(_SCAN, size, queries)
+
+
+def apart_seconds(size: float, queries: int) -> float:
+    """The same where the keys lie apart."""
+    return _SCATTERED * _seconds(_COPIED, size, queries)
 
 
 def flat_seconds(size: float, queries: int) -> float:
@@ -61,7 +69,7 @@ def flat_seconds(size: float, queries: int) -> float:
 
 def left_seconds(rows: float, width: int, queries: int) -> float:
     """To score so many rows that sketches left, of so many bytes each."""
-    return _SCATTERED * scan_seconds(rows * width, queries) + _PAIR * rows * queries
+    return apart_seconds(rows * width, queries) + _PAIR * rows * queries
 
 
 def unpack_seconds(layer: Layer, read: float, rows: int, *, values: bool = False) -> float:
@@ -137,7 +145,8 @@ def top_k_by_keys_seconds(
     """
     found = top_k_seconds(layer, by.hits, queries, by.keys, kept or 0.0, there)
     if kept is None:
-        find = _SCATTERED * found["scan"]
+        size = by.keys * layer.scanned_bytes
+        find = found["scan"] + apart_seconds(size, queries) - scan_seconds(size, queries)
     else:
         find = found["certified"] + _SCATTERED_SKETCH * by.keys * -(-queries // PRUNED_QUERIES)
     find += unpack_seconds(layer, by.keys, layer.rows)
@@ -210,9 +219,9 @@ def sums_seconds(layer: Layer, queries: int, rows: int) -> float:
 def distinct_keys_seconds(layer: Layer, queries: int, rows: int, keys: int) -> float:
     """For sums over so many rows, which have so many distinct keys."""
     cold = (1 - resident(layer)) * keys * max(layer.key_bytes, _PAGE) * _DISK
-    scan = scan_seconds(keys * layer.scanned_bytes, queries)
+    apart = apart_seconds(keys * layer.scanned_bytes, queries)
     unpacked = unpack_seconds(layer, keys, layer.rows)
-    return _CALL + _COUNTED * rows + _SCATTERED * scan + unpacked + cold
+    return _CALL + _COUNTED * rows + apart + unpacked + cold
 
 
 def output_costs(layer: Layer, queries: int, rows: int, parts: int) -> dict[str, float]:
@@ -224,7 +233,7 @@ def output_costs(layer: Layer, queries: int, rows: int, parts: int) -> dict[str,
         "rebuilt": _CALL + _PRODUCT * 8 * layer.d_in * layer.d_out * queries,
         "parts": _CALL + _PRODUCT * 4 * layer.d_in * layer.d_out * queries * parts,
         "scan": _CALL
-        + _OUTPUT * scan_seconds(size, queries)
+        + _OUTPUT * _seconds(_COPIED, size, queries)
         + unpack_seconds(layer, rows, rows, values=True)
         + cold,
     }
