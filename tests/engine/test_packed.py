@@ -315,6 +315,17 @@ def test_threads_share_an_index(packed: Path, queries: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("what", ["keys", "values"])
+def test_verify_compares_the_digest_of_the_plain_file(
+    packed: Path, tmp_path: Path, what: str
+) -> None:
+    hurt = shutil.copytree(packed, tmp_path / "hurt")
+    _changed(hurt, what, _put(56, 12345))
+    (damage,) = verify_index(hurt).damage
+    assert damage.file == f"layers/fc/000002.{what}.packed"
+    assert "digest of the plain file" in damage.what
+
+
+@pytest.mark.parametrize("what", ["keys", "values"])
 def test_damage_is_told_by_file(
     packed: Path, tmp_path: Path, queries: np.ndarray, what: str
 ) -> None:

@@ -183,6 +183,9 @@ def _verify_layers(
 
 
 def _verify_layer(index: Index, layer: Layer, advance: Callable[[int], None]) -> LayerReport:
+    for shard in layer.shards if any(layer.packed) else ():
+        for file in shard.files:
+            file.check()  # what is packed becomes the plain file, to its digest
     manifest = layer.manifest
     first_mark = min(manifest.inexact, key=lambda mark: mark.from_step, default=None)
     exact_steps = _exact_steps(index.steps, manifest)
