@@ -183,9 +183,7 @@ def _verify_layers(
 
 
 def _verify_layer(index: Index, layer: Layer, advance: Callable[[int], None]) -> LayerReport:
-    for shard in layer.shards if any(layer.packed) else ():
-        for file in shard.files:
-            file.check()  # what is packed becomes the plain file, to its digest
+    _unpack(layer)
     manifest = layer.manifest
     first_mark = min(manifest.inexact, key=lambda mark: mark.from_step, default=None)
     exact_steps = _exact_steps(index.steps, manifest)
@@ -338,6 +336,13 @@ def _rebuild(
             )
         )
     return found, off
+
+
+def _unpack(layer: Layer) -> None:
+    """What is packed must become the plain file, by its digest."""
+    for shard in layer.shards if any(layer.packed) else ():
+        for file in shard.files:
+            file.check()
 
 
 def _first_unequal(layer: Layer) -> int | None:
