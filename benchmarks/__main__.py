@@ -5,6 +5,7 @@
     python -m benchmarks fine-tune   bytes a token of a fine-tune, by what of it is recorded
     python -m benchmarks packing     what packing leaves of recordings, and how fast it is
     python -m benchmarks packed-index  a packed index beside the plain one: bytes, and questions
+    python -m benchmarks inputs      resnet18 recorded by inputs and by patches: time and bytes
     python -m benchmarks adamw       AdamW: building, masked outputs, contributions; exactness
     python -m benchmarks build       index build beside cp and sync of the same recording
     python -m benchmarks topk        exact top-k beside FAISS, torch, usearch, LanceDB, milvus-lite
@@ -37,6 +38,7 @@ NAMES = (
     "fine-tune",
     "packing",
     "packed-index",
+    "inputs",
     "adamw",
     "build",
     "topk",

@@ -6,8 +6,9 @@
 Each stack of `benchmarks.stack_models` trains with and without the recorder in turns, by its own
 loop from the same weights; a ratio is the median of the rounds' own ratios. Time begins with the
 loop and ends when all is on disk. CPU time is the whole process's, the writing thread included.
-Bytes per step are those of keys and values: each layer's by itself; as they lie on disk, where what
-several layers see is written once; and packed (`pack=True`), in a run that is not timed.
+Bytes per step are those of keys and values: each row of each layer by itself; as they lie on disk,
+where what several layers see is written once, and of convolutions the input; and packed
+(`pack=True`), in a run that is not timed.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class Result:
     Attributes:
         cpu_ratio, wall_ratio: Time with the recorder to that without.
         plain_cpu_ms: Of a step without.
-        bytes_per_layer: Of a step's keys and values, each layer's by itself.
+        bytes_per_layer: Of a step's keys and values, each layer's by itself, of convolutions all
+            patches.
         bytes_on_disk: As they are written.
         bytes_packed: With `pack=True`.
         covered: Elements of recorded weights among those of all matrices that train.
@@ -108,7 +110,7 @@ def _bytes(path: Path, steps: int) -> tuple[int, int]:
         for layer in recording.manifest.layers:
             for record in recording.passes(layer):
                 spans = [record.keys] + ([record.values] if record.values is not None else [])
-                each += sum(padded(span.nbytes) for span in spans)
+                each += sum(padded(span.whole) for span in spans)
         on_disk = sum(segment.bin_bytes for segment in recording.segments)
         return each // steps, on_disk // steps
 

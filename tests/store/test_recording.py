@@ -176,8 +176,8 @@ def test_not_a_recording(tmp_path: Path) -> None:
 def test_a_newer_version(path: Path) -> None:
     manifest = read_sealed(path / "manifest.json")
     manifest.pop("xxh3")
-    write_sealed(path / "manifest.json", {**manifest, "version": 5, "layers": "unknown"})
-    with pytest.raises(VersionError, match=r"version 5.*up to version 4: upgrade"):
+    write_sealed(path / "manifest.json", {**manifest, "version": 6, "layers": "unknown"})
+    with pytest.raises(VersionError, match=r"version 6.*up to version 5: upgrade"):
         Recording.open(path)
 
 

@@ -7,6 +7,7 @@ values what the rows add up to. What belongs to no shard is written by finish.py
 
 from __future__ import annotations
 
+import functools
 import io
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -30,7 +31,7 @@ from dualform.store.files import FileEntry, write_atomic
 from dualform.store.index_parts import LayerShard, shard_file
 from dualform.store.ledger import InexactMark
 from dualform.store.packed_rows import share_left
-from dualform.store.recording import LayerSpec, PassRecord, Recording
+from dualform.store.recording import LayerSpec, PassRecord, Recording, parts_of
 
 _PACKED_PASSES, _PACKED_ROWS = 8, 128
 """So many passes, and rows of each, say what packing will leave."""
@@ -66,29 +67,38 @@ class LayerSource:
             of_values.row_bytes(spec.d_out) if values else 0,
         )
 
-    def read(self, record: PassRecord, *, values: bool) -> np.ndarray:
-        """A pass's keys or values, a row each, of their encoding's NumPy dtype.
+    def keys(self, record: PassRecord, part: slice = slice(None)) -> np.ndarray:
+        """A pass's keys, or some of them, a row each, of their encoding's NumPy dtype.
 
         Raises:
             DamagedError: They are not what was written.
             BuildError: A key has no number of 16 bits near it.
         """
-        d = self.spec.d_out if values else self.spec.d_in
-        if values:
-            rows, span = self._recording.stored_values(record), record.values
-        else:
-            rows, span = self._recording.stored_keys(record), record.keys
-        assert span is not None
-        if span.encoding != self.encodings[values].name:
-            rows = encoding(span.encoding).widen(rows, d)
-            rows = rows if values else self._narrowed(rows)
-        return rows.reshape(record.rows, self.encodings[values].numbers(d))
+        kind, d = self.encodings[0], self.spec.d_in
+        rows = self._recording.stored_keys(record, part)
+        if record.keys.encoding != kind.name:
+            rows = self._narrowed(encoding(record.keys.encoding).widen(rows, d))
+        return rows.reshape(len(rows), kind.numbers(d))
+
+    def values(self, record: PassRecord) -> np.ndarray:
+        """A pass's values likewise, all of them.
+
+        Raises:
+            DamagedError: They are not what was written.
+        """
+        kind, d = self.encodings[1], self.spec.d_out
+        rows = self._recording.stored_values(record)
+        assert record.values is not None
+        if record.values.encoding != kind.name:
+            rows = encoding(record.values.encoding).widen(rows, d)
+        return rows.reshape(record.rows, kind.numbers(d))
 
     def share_left(self, *, values: bool) -> float:
         """What share of its keys' or values' bytes packing is expected to leave, as some passes say
         that are spread over the recording."""
         some = self.passes[:: max(1, len(self.passes) // _PACKED_PASSES)]
-        rows = [self.read(each, values=values)[:_PACKED_ROWS] for each in some]
+        part = slice(_PACKED_ROWS)
+        rows = [self.values(each)[part] if values else self.keys(each, part) for each in some]
         numbers = np.concatenate([np.ascontiguousarray(each) for each in rows])
         return share_left(numbers.view(np.uint8), numbers.itemsize) if len(numbers) else 1.0
 
@@ -117,12 +127,23 @@ class LayerSource:
     def pieces(
         self, space: Space, start: int, stop: int, *, values: bool
     ) -> Iterator[tuple[PassRecord, slice, np.ndarray]]:
-        """Keys or values of rows [start, stop), pass by pass: whose, which of these rows, they."""
+        """Keys or values of rows [start, stop), pass by pass and of large ones in parts, the same
+        of both: whose, which of these rows, they."""
         for i in space.passes_in(start, stop):
             begin = int(space.starts[i])
             first, last = max(begin, start), min(int(space.starts[i + 1]), stop)
-            rows = self.read(self.passes[i], values=values)[first - begin : last - begin]
-            yield self.passes[i], slice(first - start, last - start), rows
+            record, to = self.passes[i], begin - start
+            rows = self._rows(record, values=values)
+            for part in parts_of(first - begin, last - begin, self.spec.d_in):
+                yield record, slice(to + part.start, to + part.stop), rows(part)
+
+    def _rows(self, record: PassRecord, *, values: bool) -> Callable[[slice], np.ndarray]:
+        """What gives some of a pass's keys or values: from memory, where they are not cut."""
+        if values:
+            return self.values(record).__getitem__
+        if record.keys.patches is None:
+            return self.keys(record).__getitem__
+        return functools.partial(self.keys, record)
 
     def steps(self, space: Space, start: int, stop: int) -> tuple[int, int]:
         """The steps of rows [start, stop): the first, and the one after the last."""

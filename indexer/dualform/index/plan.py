@@ -171,7 +171,7 @@ class Plan:
         for i in np.random.default_rng(0).permutation(len(layer.passes)):
             if rows >= SAMPLE_ROWS:
                 break
-            keys = layer.read(layer.passes[i], values=False)[:SAMPLE_ROWS]
+            keys = layer.keys(layer.passes[i], slice(SAMPLE_ROWS))
             sample.append(layer.encodings[0].widen(keys, d))
             rows += len(sample[-1])
         return leading_directions(sample) if sample else None

@@ -26,6 +26,27 @@ Forward = Callable[..., Any]
 """What may stand in the place of a module's forward."""
 
 
+class Windows(NamedTuple):
+    """What a convolution's kernel sees in each place of its input; tuples are of its axes.
+
+    Attributes:
+        kernel, stride, dilation, groups: As the module has them.
+        padding: Numbers before and behind each axis.
+        mode: How it is padded, as `nn.Conv2d`'s `padding_mode`.
+        batched: The call's input had an axis for the examples.
+        cut: The patches, [batch, groups * places, d_in], of the input.
+    """
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+    padding: tuple[tuple[int, int], ...]
+    mode: str
+    batched: bool
+    cut: Callable[[torch.Tensor], torch.Tensor]
+
+
 class Use(NamedTuple):
     """One product with a layer's weight, in a call that is being recorded.
 
@@ -38,6 +59,8 @@ class Use(NamedTuple):
         units: The output units that the product gives; the others' values are zero. None for all.
         among: Where the keys are some of the rows of a larger shape: the leading axes that give a
             row its place, and which of those rows, int64 ascending. None where `keys` has them.
+        windows: Of a convolution: `keys` is its input, [batch, channels, *size], and this cuts the
+            keys from it.
     """
 
     keys: torch.Tensor
@@ -45,6 +68,7 @@ class Use(NamedTuple):
     values: Callable[[torch.Tensor], torch.Tensor]
     units: slice | None = None
     among: tuple[tuple[int, ...], torch.Tensor] | None = None
+    windows: Windows | None = None
 
 
 class ShapeError(DualformError, ValueError):

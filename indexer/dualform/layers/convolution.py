@@ -12,7 +12,8 @@ units. `position` counts the places of the first group, then of the second, and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from dualform.layers.base import (
     Product,
     ProductKind,
     ShapeError,
+    Use,
+    Windows,
     first_tensor,
     nearest_node,
 )
@@ -74,7 +77,26 @@ class Convolution(ProductKind):
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> torch.Tensor | None:
         given = first_tensor(args, kwargs)
-        return None if given is None else _patches(_convolution(module), given)[0]
+        if given is None:
+            return None
+        x, windows = _windows(_convolution(module), given)
+        return windows.cut(x) if windows.batched else windows.cut(x)[0]
+
+    def uses(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        output: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> Sequence[Use]:
+        given = first_tensor(args, kwargs)
+        if given is None:
+            return super().uses(module, args, kwargs, output, weight, bias)  # which says so
+        x, windows = _windows(_convolution(module), given)
+        node = self.node(output, weight) if bias is None else self.bias_node(output, bias)
+        return (Use(x, node, partial(self.values, module), windows=windows),)
 
     def values(self, module: nn.Module, gradient: torch.Tensor) -> torch.Tensor:
         convolution = _convolution(module)
@@ -96,8 +118,9 @@ class Convolution(ProductKind):
         convolution = _convolution(module)
 
         def forward(input: torch.Tensor) -> torch.Tensor:
-            patches, places = _patches(convolution, input)
-            found = product(patches)
+            x, windows = _windows(convolution, input)
+            patches, places = windows.cut(x), _places(windows, x)
+            found = product(patches if windows.batched else patches[0])
             if convolution.groups > 1:
                 of_groups = found.unflatten(-2, (convolution.groups, -1))
                 of_groups = of_groups.unflatten(-1, (convolution.groups, -1))
@@ -113,51 +136,78 @@ def _convolution(module: nn.Module) -> _Convolution:
     return module
 
 
-def _patches(module: _Convolution, x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """What the kernel sees in each place.
+def _windows(module: _Convolution, x: torch.Tensor) -> tuple[torch.Tensor, Windows]:
+    """The input of a call, with an axis for the examples, and what the kernel sees of it.
 
     Args:
         module: The convolution.
         x: [batch, channels, *size], or without the batch.
 
-    Returns:
-        [batch, groups * places, channels / groups * kernel], or without the batch, and how many
-        places there are on each axis.
-
     Raises:
         ShapeError: The convolution takes no such tensor.
     """
     axes = len(module.kernel_size)
-    x = x.detach()
     batched = x.dim() == axes + 2
     if not (batched or x.dim() == axes + 1) or x.shape[-1 - axes] != module.in_channels:
         raise ShapeError(
             f"the input has shape {list(x.shape)}; {module} takes [batch, {module.in_channels}, "
             f"{', '.join(['size'] * axes)}]"
         )
+    windows = Windows(
+        tuple(module.kernel_size),
+        tuple(module.stride),
+        tuple(module.dilation),
+        module.groups,
+        _padding(module),
+        module.padding_mode,
+        batched,
+        partial(_patches, module),
+    )
     x = x if batched else x[None]
+    if min(_places(windows, x)) < 1:
+        raise ShapeError(f"the input is smaller than the kernel of {module}")
+    return x, windows
+
+
+def _places(windows: Windows, x: torch.Tensor) -> tuple[int, ...]:
+    """How many places the kernel has on each axis of [batch, channels, *size]."""
+    axes = zip(
+        x.shape[2:],
+        windows.padding,
+        windows.kernel,
+        windows.stride,
+        windows.dilation,
+        strict=True,
+    )
+    return tuple(
+        (size + before + behind - dilation * (kernel - 1) - 1) // stride + 1
+        for size, (before, behind), kernel, stride, dilation in axes
+    )
+
+
+def _patches(module: _Convolution, x: torch.Tensor) -> torch.Tensor:
+    """What the kernel sees in each place of [batch, channels, *size]: [batch, groups * places,
+    channels / groups * kernel]."""
+    axes = len(module.kernel_size)
+    pads = [pad for both in reversed(_padding(module)) for pad in both]
     mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-    x = nn.functional.pad(x, _pads(module), mode)
+    x = nn.functional.pad(x.detach(), pads, mode)
     steps = zip(module.kernel_size, module.stride, module.dilation, strict=True)
     for axis, (size, stride, dilation) in enumerate(steps, 2):
-        reach = dilation * (size - 1) + 1
-        if x.shape[axis] < reach:
-            raise ShapeError(f"the input is smaller than the kernel of {module}")
-        x = x.unfold(axis, reach, stride)[..., ::dilation]
-    places = tuple(x.shape[2 : 2 + axes])
+        x = x.unfold(axis, dilation * (size - 1) + 1, stride)[..., ::dilation]
     x = x.unflatten(1, (module.groups, -1))
-    x = x.movedim(2, 2 + axes).flatten(2 + axes).flatten(1, 1 + axes)
-    return (x if batched else x[0]), places
+    return x.movedim(2, 2 + axes).flatten(2 + axes).flatten(1, 1 + axes)
 
 
-def _pads(module: _Convolution) -> list[int]:
-    """How much the forward pads, before and after, of the last axis first."""
+def _padding(module: _Convolution) -> tuple[tuple[int, int], ...]:
+    """How much the forward pads, before and behind each axis."""
     if module.padding_mode != "zeros":
-        return module._reversed_padding_repeated_twice
+        flat = module._reversed_padding_repeated_twice
+        return tuple(zip(flat[-2::-2], flat[::-2], strict=True))
     if module.padding == "valid":
-        return [0] * (2 * len(module.kernel_size))
+        return ((0, 0),) * len(module.kernel_size)
     if module.padding == "same":
-        steps = zip(reversed(module.dilation), reversed(module.kernel_size), strict=True)
+        steps = zip(module.dilation, module.kernel_size, strict=True)
         missing = [dilation * (size - 1) for dilation, size in steps]
-        return [pad for both in missing for pad in (both // 2, both - both // 2)]
-    return [pad for pad in reversed(module.padding) for _ in range(2)]  # type: ignore[misc]
+        return tuple((both // 2, both - both // 2) for both in missing)
+    return tuple((pad, pad) for pad in module.padding)  # type: ignore[misc]

@@ -84,14 +84,11 @@ class StepBlocks:
         if kept is not None:
             if not len(kept):
                 return None
-            item.key.keep(kept)
-            item.value.keep(kept)
+            item.key, item.value = item.key.keep(kept), item.value.keep(kept)
         item.key.seal()
         if values:
             item.value.seal()
-        return CapturedPass(
-            layer, len(item.key.stored), number, item.key, item.value if values else None
-        )
+        return CapturedPass(layer, item.key.rows, number, item.key, item.value if values else None)
 
     def _number(self, layer: str, item: Pass, kept: np.ndarray | None) -> int:
         """The n-th pass of a layer with one annotation and shape has the n-th such block, if the

@@ -16,6 +16,7 @@ import torch
 from dualform.record.copies import NONE, Copies
 from dualform.store.encoding import FLOAT32, ONE_HOT, encoding
 from dualform.store.files import digest
+from dualform.store.patches import Patches
 
 _PAGE = 4096
 _HUGE = 2 << 20
@@ -56,12 +57,16 @@ class Pool:
 
     def take(self, rows: int, width: int, dtype: torch.dtype = torch.float32) -> Buffer:
         """A buffer for [rows, width] of a dtype that is recorded; its content is arbitrary."""
+        return Buffer(self, self.block(rows, width, dtype))
+
+    def block(self, rows: int, width: int, dtype: torch.dtype) -> _Block:
+        """Memory for a buffer, which gives it back."""
         shape = rows, width, dtype
         try:
-            return Buffer(self, self._free[shape].pop())  # atomic, so without the lock
+            return self._free[shape].pop()  # atomic, so without the lock
         except (KeyError, IndexError):
             with self._lock:
-                return Buffer(self, _Block(self._arena, shape))
+                return _Block(self._arena, shape)
 
     def _give_back(self, block: _Block) -> None:
         with self._lock:
@@ -107,9 +112,24 @@ class Buffer:
         self._pool._give_back(self._block)
 
     @property
+    def rows(self) -> int:
+        """How many there are."""
+        return len(self.stored)
+
+    @property
+    def patches(self) -> Patches | None:
+        """How rows are cut from what is stored; None where it is the rows."""
+        return None
+
+    @property
     def width(self) -> int:
         """Numbers of a row."""
         return self._block.shape[1]
+
+    @property
+    def row_bytes(self) -> int:
+        """What its rows take, in whole pages."""
+        return len(self.memory)
 
     @property
     def encoding(self) -> str:
@@ -199,11 +219,14 @@ class Buffer:
             return np.asarray(self.stored.any(1))
         return np.asarray((self._bits() & ~_SIGN).any(1))
 
-    def keep(self, rows: np.ndarray) -> None:
+    def keep(self, rows: np.ndarray) -> Buffer:
         """Let all rows go but these.
 
         Args:
             rows: Their numbers, ascending.
+
+        Returns:
+            What holds them: this buffer, or another in its place.
         """
         kept = self.stored[rows]
         self.stored = self.stored[: len(kept)]
@@ -211,6 +234,7 @@ class Buffer:
         end = -(-kept.nbytes // _PAGE) * _PAGE
         np.frombuffer(self.memory, np.uint8)[kept.nbytes : end] = 0
         self.memory = self.memory[:end]
+        return self
 
     def dots(self, *products: tuple[np.ndarray, slice, np.ndarray]) -> None:
         """Products of each row with vectors, as `row_dots`.

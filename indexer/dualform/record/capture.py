@@ -8,7 +8,6 @@ the weight is frozen), and dropped when that gradient is found zeroed.
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +21,7 @@ from dualform.layers.base import Use
 from dualform.record.buffers import PLACES, kept_as
 from dualform.record.compiled import outside_graphs
 from dualform.record.errors import CaptureError
+from dualform.record.inputs import keys_of
 from dualform.record.passes import USE, LookedUp, Pass, Watched, watched_modules
 from dualform.record.place import LayerPlace
 from dualform.record.selection import Tied
@@ -202,15 +202,12 @@ class LayerCapture:
         self._attach_to(trained)
         annotations = tape.annotations
         said = watched.use if watched.use and annotations.leaves(USE) else None
-        leading = shape = tuple(use.keys.shape)[:-1]
-        if use.among is not None:
-            leading = use.among[0]
         width, dtype = self.spec.d_in, _key_dtype(use.keys, output, use.node)
         if watched.kind.one_hot:
             width, dtype = watched.kind.shape(watched.module)[0], PLACES
-        key = tape.pool.take(math.prod(shape), width, dtype)
-        key.copy(use.keys)
-        key.given = not use.keys.requires_grad
+        key, leading = keys_of(use, tape.pool, width, dtype)
+        if use.among is not None:
+            leading = use.among[0]
         made = LookedUp if watched.flipped else Pass
         item = made(next(tape.numbers), annotations.current, leading, key, said)
         if use.among is not None:

@@ -318,9 +318,11 @@ def _stop(writer: RecordingWriter) -> None:
 
 def _step_pass(item: CapturedPass) -> StepPass:
     values = None if item.values is None else _record(item.values)
-    rows = item.rows if item.keys.given else 0
+    rows = len(item.keys.stored) if item.keys.given else 0
     return StepPass(item.layer, item.rows, item.block, _record(item.keys, rows), values)
 
 
 def _record(buffer: Buffer, rows: int = 0) -> Record:
-    return Record(buffer.memory, buffer.stored.nbytes, buffer.xxh3, buffer.encoding, rows)
+    return Record(
+        buffer.memory, buffer.stored.nbytes, buffer.xxh3, buffer.encoding, rows, buffer.patches
+    )

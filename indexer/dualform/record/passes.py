@@ -57,7 +57,7 @@ class Pass:
         self.leading = leading
         self.use = use
         self.places: np.ndarray | None = None
-        self.rows = len(key.stored)
+        self.rows = key.rows
         self.key: Buffer | None = key
         self.value: Buffer | None = None
 

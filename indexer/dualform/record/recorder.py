@@ -423,7 +423,7 @@ class Recorder:
     def _with_state(self, batch: StepBatch) -> StepBatch:
         """The step's batch, with the state after it where that is due: the layers' that are exact
         and have values, as nothing else starts from a stored state."""
-        self._bytes_since_state += batch.written
+        self._bytes_since_state += batch.by_rows
         if self._bytes_since_state <= self._bytes_per_state:
             return batch
         layers = [layer for layer in self._layers if layer.exact] if self._values else []

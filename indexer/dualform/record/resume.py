@@ -367,7 +367,7 @@ def _chunks(
 def _bytes_since_state(recording: Recording) -> int:
     latest = max((after for after, _ in recording.states()), default=0)
     return sum(
-        padded(record.keys.nbytes) + (0 if record.values is None else padded(record.values.nbytes))
+        padded(record.keys.whole) + (0 if record.values is None else padded(record.values.nbytes))
         for name in recording.manifest.layers
         for record in recording.passes(name)
         if record.step >= latest

@@ -24,7 +24,8 @@ class CapturedPass(NamedTuple):
         layer: Its name.
         rows: How many.
         block: Position of the rows' metadata in `StepBatch.blocks`.
-        keys: [rows, d_in], float32 or of 16 bits.
+        keys: [rows, d_in], float32 or of 16 bits; of convolutions perhaps as inputs, from which
+            they are cut (`Buffer.patches`).
         values: [rows, d_out] likewise, raw (-dL/dy); None where keys alone are recorded.
     """
 
@@ -60,13 +61,19 @@ class StepBatch(NamedTuple):
     def written(self) -> int:
         """What the step takes on disk, metadata apart: keys that several layers saw lie there
         once."""
-        met: set[tuple[str, int]] = set()
-        twice = 0
-        for item in self.passes:
-            key = item.keys.xxh3, len(item.keys.memory)
-            twice += key[1] if key in met else 0
-            met.add(key)
-        return self.nbytes - twice
+        met = {(keys.xxh3, len(keys.memory)): len(keys.memory) for keys in self._keys}
+        return self.nbytes - sum(len(keys.memory) for keys in self._keys) + sum(met.values())
+
+    @property
+    def by_rows(self) -> int:
+        """The same with every patch of a convolution's input for itself: what an answer at a step
+        reads, so states are kept as often as this says."""
+        met = {(keys.xxh3, keys.patches): keys.row_bytes for keys in self._keys}
+        return self.nbytes - sum(len(keys.memory) for keys in self._keys) + sum(met.values())
+
+    @property
+    def _keys(self) -> list[Buffer]:
+        return [item.keys for item in self.passes]
 
     @property
     def nbytes(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -27,6 +27,8 @@ from dualform.store.recording_format import LayerSpec, RecordingManifest
 from dualform.store.sampling import Sampling
 
 _FORMAT = "dualform-first-run-1"
+_OF_INPUTS = "dualform-first-run-2"
+"""Where convolutions have digests of their inputs, not of each patch."""
 
 
 class FirstRun:
@@ -151,7 +153,7 @@ class FirstRun:
             raise ReplayError("close the recorder of the first training before saving it")
         manifest = self.manifest
         about = {
-            "format": _FORMAT,
+            "format": _format(manifest.layers.values()),
             "optimizer": manifest.optimizer,
             "values": manifest.values,
             "created_by": manifest.created_by,
@@ -180,9 +182,14 @@ class FirstRun:
             with safe_open(path, "numpy") as file:
                 about = json.loads((file.metadata() or {}).get("dualform", "{}"))
                 arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            if about.get("format") != _FORMAT:
+            if about.get("format") not in (_FORMAT, _OF_INPUTS):
                 raise KeyError("format")
             specs = {layer["name"]: LayerSpec(**layer) for layer in about["layers"]}
+            if about["format"] != _format(specs.values()):
+                raise ReplayError(
+                    f"{path} was saved by an earlier dualform, which took other digests of "
+                    "convolutions: train the first run again, and save it"
+                )
             first = cls()
             first.manifest = RecordingManifest(
                 about["optimizer"],
@@ -220,6 +227,10 @@ def step_digests(batch: StepBatch, manifest: RecordingManifest) -> dict[str, byt
         keys.append(_digest(item.keys))
         values.append("" if item.values is None else _digest(item.values))
     return {name: _joined(keys) + _joined(values) for name, (keys, values) in parts.items()}
+
+
+def _format(specs: Iterable[LayerSpec]) -> str:
+    return _OF_INPUTS if any(spec.kind == "convolution" for spec in specs) else _FORMAT
 
 
 def _digest(buffer: Buffer) -> str:

@@ -51,6 +51,10 @@ __all__ = [
 ]
 
 
+_PART_BYTES = 8 << 20
+"""Of keys, as float32, that are made at a time."""
+
+
 class Recording:
     """A recording on disk, complete or cut off by a crash; use `Recording.open`.
 
@@ -100,6 +104,7 @@ class Recording:
             )
         self.schema = row_schema(columns)
         self._records = RecordReader(self._directory, segments)
+        self._inputs: tuple[PassRecord, np.ndarray] | None = None
         self._open_rows: tuple[int, pa.Table] | None = None
 
     @classmethod
@@ -119,7 +124,7 @@ class Recording:
     def close(self) -> None:
         """Let go of open files; the recording can still be read after, and reopens them."""
         self._records.close()
-        self._open_rows = None
+        self._open_rows = self._inputs = None
 
     def __enter__(self) -> Recording:
         return self
@@ -210,13 +215,20 @@ class Recording:
         """
         self._widen(record, self._values_of(record), out)
 
-    def stored_keys(self, record: PassRecord) -> np.ndarray:
-        """A pass's keys as they are stored, [rows, d_in] of their encoding's NumPy dtype.
+    def stored_keys(self, record: PassRecord, part: slice = slice(None)) -> np.ndarray:
+        """A pass's keys, or some of them, as they are stored: [rows, d_in] of their encoding's
+        NumPy dtype. Of keys that are cut from inputs no others are made.
 
         Raises:
             DamagedError: They are not what was written.
         """
-        return self._stored(record, record.keys)
+        patches = record.keys.patches
+        if patches is None:
+            return self._stored(record, record.keys)[part]
+        if self._inputs is None or self._inputs[0] != record:
+            self._inputs = None  # let go of before others are read
+            self._inputs = record, self._stored(record, record.keys)
+        return patches.cut(self._inputs[1], part)
 
     def stored_values(self, record: PassRecord) -> np.ndarray:
         """A pass's values likewise, [rows, d_out].
@@ -347,19 +359,25 @@ class Recording:
 
     def _stored(self, record: PassRecord, span: Span) -> np.ndarray:
         stored = encoding(span.encoding).stored
-        rows = np.empty(span.nbytes // stored.itemsize, stored)
-        self._records.read(record.segment, span, record.rows, _bytes(rows))
-        return rows.reshape(record.rows, -1) if record.rows else rows.reshape(0, 1)
+        found = np.empty(span.nbytes // stored.itemsize, stored)
+        rows = span.inputs(record.rows)
+        self._records.read(record.segment, span, rows, _bytes(found))
+        return found.reshape(rows, -1) if rows else found.reshape(0, 1)
 
     def _widen(self, record: PassRecord, span: Span, out: memoryview | np.ndarray) -> None:
         view, kind = _bytes(out), encoding(span.encoding)
         d, rest = divmod(len(view), max(1, FLOAT32.row_bytes(record.rows)))
-        if rest or kind.row_bytes(d) * record.rows != span.nbytes:
-            numbers = span.nbytes // kind.stored.itemsize
+        if rest or kind.row_bytes(d) * record.rows != span.whole:
+            numbers = span.whole // kind.stored.itemsize
             raise ValueError(
                 f"the record has {record.rows:,} rows of {span.encoding} in {numbers:,} numbers, "
                 f"{FLOAT32.row_bytes(numbers):,} bytes as float32; `out` has {len(view):,} bytes"
             )
+        if span.patches is not None:
+            rows = np.frombuffer(view, FLOAT32.stored).reshape(record.rows, d)
+            for part in parts_of(0, record.rows, d):
+                rows[part] = kind.widen(self.stored_keys(record, part), d)
+            return
         if span.encoding == FLOAT32.name:
             self._records.read(record.segment, span, record.rows, view)
             return
@@ -369,6 +387,13 @@ class Recording:
             path = self._records.path(record.segment)
             what = f"the record at byte {span.offset:,} is not {span.encoding} ({error})"
             raise DamagedError(path, what, RERECORD) from None
+
+
+def parts_of(start: int, stop: int, d: int) -> Iterator[slice]:
+    """Rows [start, stop) of d numbers, a few MB at a time."""
+    step = max(1, _PART_BYTES // FLOAT32.row_bytes(d))
+    for first in range(start, stop, step):
+        yield slice(first, min(first + step, stop))
 
 
 def _bytes(out: memoryview | np.ndarray) -> memoryview:

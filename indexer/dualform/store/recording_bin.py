@@ -14,6 +14,7 @@ import numpy as np
 from dualform.store.direct import create_direct, write_at
 from dualform.store.encoding import FLOAT32
 from dualform.store.files import digest
+from dualform.store.patches import Patches
 from dualform.store.recording_packer import Column, Packer
 from dualform.store.segment_table import Span
 
@@ -28,6 +29,7 @@ class Record(NamedTuple):
         encoding: Name of the encoding of the numbers (`dualform.store.encoding`): "float32", or
             "bfloat16" or "float16" where training had such numbers. Every pass may have its own.
         rows: How many rows there are, where they may be those of earlier records; 0 where not.
+        patches: How keys are cut from them, where they are inputs.
     """
 
     memory: memoryview
@@ -35,6 +37,7 @@ class Record(NamedTuple):
     xxh3: str | None = None
     encoding: str = FLOAT32.name
     rows: int = 0
+    patches: Patches | None = None
 
 
 Written = dict[tuple[int, str, str], tuple[memoryview, Span]]
@@ -76,9 +79,9 @@ class BinFile:
             place = self.size
             found = self._packer.put(column, memory, record.encoding, record.rows, place)
             if found is not None:
-                return Span(place, record.nbytes, xxh3, record.encoding, *found)
+                return Span(place, record.nbytes, xxh3, record.encoding, *found, record.patches)
         self._gather()
-        span = Span(self._placed, record.nbytes, xxh3, record.encoding)
+        span = Span(self._placed, record.nbytes, xxh3, record.encoding, patches=record.patches)
         if record.nbytes:
             self._append(record.memory)
         return span
@@ -91,7 +94,7 @@ class BinFile:
         if key in written:
             memory, span = written[key]
             if _same(memory, record.memory):  # a digest is no proof
-                return span
+                return span._replace(patches=record.patches)
         span = self.place(column, record)
         written[key] = record.memory, span
         return span

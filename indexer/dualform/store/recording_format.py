@@ -22,9 +22,10 @@ from dualform.store.sampling import (
 )
 
 FORMAT = "dualform-recording"
-VERSION = 4
+VERSION = 5
 """The newest that this program reads. 2 knows encodings of keys and values, 3 ranks, 4 packed
-records; a recording is written as the oldest that has what is in it."""
+records, 5 inputs that keys are cut from; a recording is written as the oldest that has what is in
+it."""
 MANIFEST = "manifest.json"
 INITIAL = "initial.safetensors"
 FINAL = "final.safetensors"
@@ -77,6 +78,7 @@ class RecordingManifest:
         ranks: Of which process of a data-parallel run; None of a run in one process.
         left_out: Modules that hold matrices and are not recorded, by reason; said, not compared.
         packed: Records may be packed; a matter of disk alone, so not compared either.
+        patches: Keys may be cut from inputs; likewise.
     """
 
     optimizer: str
@@ -87,6 +89,7 @@ class RecordingManifest:
     ranks: Rank | None = None
     left_out: Mapping[str, Sequence[str]] = field(default_factory=dict, compare=False)
     packed: bool = field(default=False, compare=False)
+    patches: bool = field(default=False, compare=False)
 
     def save(self, directory: Path) -> None:
         """Write `manifest.json` atomically."""
@@ -95,9 +98,11 @@ class RecordingManifest:
         sampling = {} if self.sampling.whole else {"sampling": self.sampling.to_json()}
         ranks = {} if self.ranks is None else {"ranks": self.ranks.to_json()}
         packed = {"packed": True} if self.packed else {}
-        head = {"format": FORMAT, "version": 4 if packed else 3 if ranks else 2}
+        patches = {"patches": True} if self.patches else {}
+        version = 5 if patches else 4 if packed else 3 if ranks else 2
+        head = {"format": FORMAT, "version": version}
         left_out = [{"reason": why, "layers": list(n)} for why, n in self.left_out.items()]
-        data = {**head, **fields, **sampling, **ranks, **packed, "layers": layers}
+        data = {**head, **fields, **sampling, **ranks, **packed, **patches, "layers": layers}
         data |= {"left_out": left_out} if left_out else {}
         write_sealed(directory / MANIFEST, data)
 
@@ -147,6 +152,7 @@ class RecordingManifest:
             ranks=Rank.read(data),
             left_out=_left_out(data),
             packed=data.has("packed") and data.boolean("packed"),
+            patches=data.has("patches") and data.boolean("patches"),
         )
 
 

@@ -99,14 +99,15 @@ def _packed_segment(
                 if span is None:
                     spans.append(None)
                     continue
-                if (span, values) not in placed:
+                lies = span._replace(patches=None), values  # layers may cut one input each its way
+                if lies not in placed:
                     memory = _memory(reader, old.number, span, record.rows)
-                    rows = 0 if values else record.rows
+                    rows = 0 if values else span.inputs(record.rows)
                     raw = Record(memory, span.nbytes, span.xxh3, span.encoding, rows)
-                    placed[span, values] = file.place((layer, values), raw)
+                    placed[lies] = file.place((layer, values), raw)
                     if file.size - file.written >= _FLUSH_BYTES:
                         file.flush()
-                spans.append(placed[span, values])
+                spans.append(placed[lies]._replace(patches=span.patches))
             keys, of_values = spans
             assert keys is not None
             passes.append((layer, record._replace(keys=keys, values=of_values)))
@@ -143,7 +144,7 @@ def _check(
 def _memory(reader: RecordReader, segment: int, span: Span, rows: int) -> memoryview:
     """A record's numbers in page-aligned memory, padded with zeros to whole pages."""
     memory = memoryview(mmap.mmap(-1, max(1, padded(span.nbytes))))
-    reader.read(segment, span, rows, memory[: span.nbytes])
+    reader.read(segment, span, span.inputs(rows), memory[: span.nbytes])
     return memory[: padded(span.nbytes)]
 
 
@@ -162,7 +163,8 @@ def _referred_to(directory: Path, segments: Sequence[SegmentTable]) -> set[int]:
         for segment in segments:
             for _, record in segment.passes:
                 if record.keys.packing == AGAIN:
-                    addresses = reader.addresses(segment.number, record.keys, record.rows)
+                    inputs = record.keys.inputs(record.rows)
+                    addresses = reader.addresses(segment.number, record.keys, inputs)
                     found.update(np.unique(addresses["segment"]).tolist())
     finally:
         reader.close()

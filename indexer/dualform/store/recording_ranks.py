@@ -146,10 +146,10 @@ class RecordingOfRanks(Recording):
         part, record = self._theirs(record)
         part.read_values(record, out)
 
-    def stored_keys(self, record: PassRecord) -> np.ndarray:
-        """A pass's keys as they are stored."""
-        part, record = self._theirs(record)
-        return part.stored_keys(record)
+    def stored_keys(self, record: PassRecord, part: slice = slice(None)) -> np.ndarray:
+        """A pass's keys, or some of them, as they are stored."""
+        of_rank, record = self._theirs(record)
+        return of_rank.stored_keys(record, part)
 
     def stored_values(self, record: PassRecord) -> np.ndarray:
         """A pass's values likewise."""

@@ -45,7 +45,7 @@ class RecordReader:
         Args:
             segment: Number of its segment.
             span: The record.
-            rows: How many it has.
+            rows: How many it has; of inputs, how many inputs (`Span.inputs`).
             out: Filled with its numbers, `span.nbytes` bytes.
 
         Raises:
@@ -110,7 +110,10 @@ class RecordReader:
             return self._kept[place]
         if self._places is None:
             self._places = {
-                (table.number, record.keys.offset): (record.keys, record.rows)
+                (table.number, record.keys.offset): (
+                    record.keys,
+                    record.keys.inputs(record.rows),
+                )
                 for table in self._segments
                 for _, record in table.passes
                 if record.keys.nbytes

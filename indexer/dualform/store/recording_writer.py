@@ -198,6 +198,9 @@ class RecordingWriter:
             values = None if item.values is None else place((item.layer, True), item.values)
             block = self._blocks + len(self._open.blocks) + item.block
             record = PassRecord(self._segments, self.steps, item.rows, block, keys, values)
+            if keys.patches is not None and not self._manifest.patches:  # before it is committed
+                self._manifest = replace(self._manifest, patches=True)
+                self._manifest.save(self.path)
             self._open.passes.append((item.layer, record))
         self._open.rows += sum(block.rows for block in blocks)
         self._open.blocks.extend(blocks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dualform.store.encoding import FLOAT32, encoding
 from dualform.store.errors import DamagedError
@@ -13,6 +13,7 @@ from dualform.store.fields import Fields, entry, integer, wrong
 from dualform.store.files import FileEntry, check_seal, read_json, write_sealed
 from dualform.store.ledger import InexactMark
 from dualform.store.packing import MOST_BYTES, PACKINGS, PLAIN
+from dualform.store.patches import Patches
 from dualform.store.recording_again import AGAIN
 from dualform.store.recording_format import INITIAL, RERECORD, LayerSpec
 from dualform.store.recording_masks import MASKED
@@ -33,6 +34,7 @@ _PASS_COLUMNS = (
     "values_xxh3",
 )
 _ENCODING_COLUMNS = ("keys_encoding", "values_encoding")
+_PATCHES_COLUMN = "keys_patches"
 _PACKING_COLUMNS = ("keys_packing", "keys_bytes", "values_packing", "values_bytes")
 _RESERVED = {*ROW_COLUMNS, "row"}
 
@@ -47,6 +49,8 @@ class Span(NamedTuple):
         encoding: Name of their encoding.
         packing: How they lie in the file (`dualform.store.packing`).
         packed: Bytes there, where they are packed.
+        patches: How rows are cut from what lies there, where that is inputs; None where it is the
+            rows.
     """
 
     offset: int
@@ -55,11 +59,23 @@ class Span(NamedTuple):
     encoding: str = FLOAT32.name
     packing: str = PLAIN
     packed: int = 0
+    patches: Patches | None = None
 
     @property
     def stored(self) -> int:
         """Bytes in the file."""
         return self.nbytes if self.packing == PLAIN else self.packed
+
+    @property
+    def whole(self) -> int:
+        """Bytes of the rows that readers get, in their encoding."""
+        if self.patches is None:
+            return self.nbytes
+        return self.nbytes // self.patches.numbers * self.patches.rows * self.patches.d_in
+
+    def inputs(self, rows: int) -> int:
+        """How many inputs lie there, or where it is not inputs, rows."""
+        return rows if self.patches is None else rows // self.patches.rows
 
 
 class PassRecord(NamedTuple):
@@ -138,6 +154,7 @@ class SegmentTable:
             "rows": self.rows.to_json(),
             "ledger": self.ledger.to_json(),
             "passes": _pass_columns(self.passes, list(layers)),
+            **_patches_used(self.passes),
             "blocks": {"first": self.first_block, "rows": list(self.block_rows)},
             "columns": dict(self.columns),
             "marks": [{"layer": name, **asdict(mark)} for name, mark in self.marks],
@@ -223,7 +240,8 @@ def _segment_table(data: Fields, layers: Sequence[LayerSpec]) -> SegmentTable:
             raise wrong(f"states[{i}].file.name", file.name, name)
         if i and step <= table.states[i - 1][0]:
             raise wrong(f"states[{i}].step", step, "after the one before it")
-    return replace(table, passes=_passes(data.object("passes"), layers, table))
+    patches = data.objects("patches", Patches.read) if data.has("patches") else ()
+    return replace(table, passes=_passes(data.object("passes"), layers, table, patches))
 
 
 def _pass_columns(
@@ -249,6 +267,25 @@ def _pass_columns(
         "keys_encoding": each(keys, "encoding"),
         "values_encoding": each(values, "encoding"),
         **_packing_columns(keys, values, each),
+        **_patches_column(keys),
+    }
+
+
+def _patches_used(passes: Sequence[tuple[str, PassRecord]]) -> dict[str, list[dict[str, Any]]]:
+    """How keys are cut from inputs, each way once; nothing where none are."""
+    ways = dict.fromkeys(record.keys.patches for _, record in passes)
+    ways.pop(None, None)
+    return {"patches": [way.to_json() for way in ways if way is not None]} if ways else {}
+
+
+def _patches_column(keys: Sequence[Span]) -> dict[str, list[int | str | None]]:
+    """Which of `_patches_used` each pass has."""
+    ways = dict.fromkeys(span.patches for span in keys if span.patches is not None)
+    number = {way: i for i, way in enumerate(ways)}
+    if not number:
+        return {}
+    return {
+        _PATCHES_COLUMN: [None if s.patches is None else number[s.patches] for s in keys],
     }
 
 
@@ -266,7 +303,7 @@ def _packing_columns(
 
 
 def _passes(
-    data: Fields, layers: Sequence[LayerSpec], table: SegmentTable
+    data: Fields, layers: Sequence[LayerSpec], table: SegmentTable, patches: Sequence[Patches]
 ) -> list[tuple[str, PassRecord]]:
     """The passes, each inside its segment: its step, its block, and its bytes in the .bin file."""
     count = len(data.items("layer"))
@@ -276,6 +313,10 @@ def _passes(
     packed = data.has(_PACKING_COLUMNS[0])  # from version 4 on, where something is
     if packed:
         columns |= {name: data.items(name) for name in _PACKING_COLUMNS}
+    ways: Sequence[Patches] = ()
+    if data.has(_PATCHES_COLUMN):  # from version 5 on, where keys are cut from inputs
+        columns[_PATCHES_COLUMN] = data.items(_PATCHES_COLUMN)
+        ways = patches
     for name, column in columns.items():
         if len(column) != count:
             raise wrong(data.called(name), f"{len(column):,} long", f"as long as layer: {count:,}")
@@ -289,7 +330,8 @@ def _passes(
         rows = fields.integer("rows")
         if inside >= len(table.block_rows) or table.block_rows[inside] != rows:
             raise wrong(fields.called("block"), block, f"one of this segment's, of {rows:,} rows")
-        keys = _span(fields, "keys", rows, spec.d_in, table.bin_bytes, packed)
+        way = _way(fields, ways, rows, spec.d_in)
+        keys = _span(fields, "keys", rows, spec.d_in, table.bin_bytes, packed, way)
         values = None
         if fields.has("values_offset"):
             values = _span(fields, "values", rows, spec.d_out, table.bin_bytes, packed)
@@ -297,8 +339,30 @@ def _passes(
     return passes
 
 
-def _span(data: Fields, what: str, rows: int, d: int, most: int, packed: bool) -> Span:
+def _way(data: Fields, ways: Sequence[Patches], rows: int, d: int) -> Patches | None:
+    """How a pass's keys, so many of d numbers, are cut from inputs; None where they are not."""
+    if not data.has(_PATCHES_COLUMN):
+        return None
+    way = ways[data.integer(_PATCHES_COLUMN, 0, len(ways) - 1)]
+    if way.d_in != d or rows % way.rows:
+        must_be = f"a way to cut {rows:,} rows of {d:,} numbers, not of {way.d_in:,}"
+        must_be += f", {way.rows:,} of each input"
+        raise wrong(data.called(_PATCHES_COLUMN), data.get(_PATCHES_COLUMN), must_be)
+    return way
+
+
+def _span(
+    data: Fields,
+    what: str,
+    rows: int,
+    d: int,
+    most: int,
+    packed: bool,
+    patches: Patches | None = None,
+) -> Span:
     """A record before the end of the .bin file, of which columns say how it is packed or do not."""
+    if patches is not None:  # what lies there is inputs, a row of numbers each
+        rows, d = rows // patches.rows, patches.numbers
     offset = data.integer(f"{what}_offset")
     try:
         kind = encoding(data.get(f"{what}_encoding"))
@@ -321,7 +385,7 @@ def _span(data: Fields, what: str, rows: int, d: int, most: int, packed: bool) -
         must_be = f"a multiple of {alignment}, {stored:,} bytes before the end of the .bin file"
         raise wrong(data.called(f"{what}_offset"), offset, must_be)
     size = 0 if packing == PLAIN else stored
-    return Span(offset, nbytes, data.text(f"{what}_xxh3"), kind.name, packing, size)
+    return Span(offset, nbytes, data.text(f"{what}_xxh3"), kind.name, packing, size, patches)
 
 
 def _columns(data: Fields) -> dict[str, str]:

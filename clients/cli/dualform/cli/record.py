@@ -139,9 +139,10 @@ def _layer(recording: Recording, name: str) -> dict[str, Any]:
         "rows": recording.rows(name),
         "dropped": recording.dropped(name),
         "bytes": sum(span.stored for _, span in spans),
-        "unpacked_bytes": sum(span.nbytes for _, span in spans),
+        "unpacked_bytes": sum(span.whole for _, span in spans),
         "encodings": sorted({span.encoding for _, span in spans}),
         "packings": sorted({span.packing for _, span in spans}),
+        "inputs": any(span.patches is not None for _, span in spans),
         "inexact": [
             {"from_step": mark.from_step, "reason": mark.reason} for mark in recording.marks[name]
         ],
@@ -202,7 +203,7 @@ def _state(view: dict[str, Any]) -> str:
 
 def _packed(layer: dict[str, Any]) -> str:
     """What of a layer's bytes is left."""
-    if layer["packings"] in ([], ["plain"]):
+    if layer["packings"] in ([], ["plain"]) and not layer["inputs"]:
         return "-"
     return f"{layer['bytes'] / layer['unpacked_bytes']:.2f}"
 
