@@ -20,7 +20,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -99,9 +99,9 @@ def _measure(arguments: argparse.Namespace, folder: Path) -> None:
     rounds: dict[str, list[Counter[str]]] = {way: [] for way in WAYS}
     for number in range(arguments.rounds + 1):
         for way in WAYS[number % 3 :] + WAYS[: number % 3]:
-            spent = runs[way].train(arguments.steps)
+            taken = runs[way].train(arguments.steps)
             if number:  # the first one warms up
-                rounds[way].append(spent)
+                rounds[way].append(taken)
     for run in runs.values():
         run.close()
     ends = [list(runs[way].model.parameters()) for way in WAYS]
@@ -111,21 +111,23 @@ def _measure(arguments: argparse.Namespace, folder: Path) -> None:
         "recorded  CPU ratio (range)  ms a step: all, keys, check, digest  MB a step  build CPU s"
     )
     for way in WAYS:
-        pairs = zip(rounds[way], rounds[WAYS[0]], strict=True)
-        ratios = [with_["all"] / without["all"] for with_, without in pairs]
-        ms = [
-            1e3 * statistics.median(spent[name] for spent in rounds[way]) / arguments.steps
-            for name in ("all", "keys", "check", "digest")
-        ]
         files = (folder / way).rglob("*.bin")
         size = sum(f.stat().st_size for f in files) / 1e6 / runs[way].steps
         times = 2 if arguments.build and runs[way].recorder is not None else 0
         build = min((_built(folder / way, folder / "index") for _ in range(times)), default=0.0)
-        print(
-            f"{way}  {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})  "
-            f"{', '.join(f'{each:.1f}' for each in ms)}  {size:.1f}  {build:.2f}",
-            flush=True,
-        )
+        spent = _times(rounds[way], rounds[WAYS[0]], arguments.steps)
+        print(f"{way}  {spent}  {size:.1f}  {build:.2f}", flush=True)
+
+
+def _times(spent: Sequence[Counter[str]], plain: Sequence[Counter[str]], steps: int) -> str:
+    ratios = [one["all"] / other["all"] for one, other in zip(spent, plain, strict=True)]
+    ms = [
+        1e3 * statistics.median(each[name] for each in spent) / steps
+        for name in ("all", "keys", "check", "digest")
+    ]
+    low, high = min(ratios), max(ratios)
+    times = ", ".join(f"{each:.1f}" for each in ms)
+    return f"{statistics.median(ratios):.2f} ({low:.2f} to {high:.2f})  {times}"
 
 
 class _Run:
