@@ -187,6 +187,8 @@ def test_what_is_known_is_shown_before_the_rest(
     scene = Scene(View(), "1", (), "2", True)
     titles = [drawn(each, scene).count("<h2>") for each in (*shown, whole)]
     assert titles == [1, 2, 3]
+    refused = replace(whole, attributed=Refused("why"), classes=Refused("why"))
+    assert drawn(refused, scene).count("why") == 1
 
 
 def test_what_the_model_can_not_be_asked_is_said(

@@ -78,3 +78,10 @@ def test_the_command_refuses(
 ) -> None:
     assert main(["explore", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_recording_is_no_index(digits: Digits, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where none can be opened there is nothing to show, and what to do is said at once."""
+    recording = digits.path.with_name("recording")
+    assert main(["explore", str(recording)]) == 2
+    assert "build one with `dualform index build" in capsys.readouterr().err

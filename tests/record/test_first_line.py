@@ -103,6 +103,7 @@ def test_groups_with_their_reasons_and_remedies(
         assert group in left_out
         assert remedy in left_out.split(group)[1].split(")")[0]
     assert "norm'" not in left_out.replace("'normed", "")  # no matrix
+    assert "matrix parameters (3.7 % of those that train; LayerNorm holds none), " in line
 
 
 def test_layers_that_were_not_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -74,6 +74,24 @@ def test_clipping_by_value(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
     assert "inexact from step 5" in caplog.text
 
 
+def test_layers_with_the_same_mark_are_told_in_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(5)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Recorder(model, optimizer, tmp_path / "r"):
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(torch.randn(3, 4)).square().sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    told = [each.getMessage() for each in caplog.records if "inexact" in each.getMessage()]
+    (line,) = told
+    assert line.startswith("layers '0', '1', '2' and 2 more are inexact from step 0 on: reduced")
+    assert list(Recording.open(tmp_path / "r").marks) == list("01234")
+
+
 def test_an_edited_bias_keeps_the_scale_of_its_weight(tmp_path: Path) -> None:
     """Clipping by norm scales both; that no factor explains the bias's edit does not undo it."""
     factors = []

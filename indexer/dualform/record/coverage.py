@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +31,8 @@ class Coverage:
         recorded_trained: Elements of the recorded weights that it moves.
         left_out: Modules that hold matrices and are not recorded, by reason; of a module that holds
             other modules and is of no kind, as of the model itself, the parameters.
+        without: Classes of modules with parameters of which none is a matrix, such as norms: there
+            are no keys, and nothing of them is recorded.
     """
 
     layers: int
@@ -39,15 +41,20 @@ class Coverage:
     trained: int
     recorded_trained: int
     left_out: Mapping[str, tuple[str, ...]]
+    without: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         share = 100 * self.recorded / max(1, self.matrices)
         plural = "" if self.layers == 1 else "s"
         text = f"{self.layers} layer{plural}, {share:.1f} % of the model's matrix parameters"
+        beside = []
         if self.trained < self.matrices:
             share = 100 * self.recorded_trained / max(1, self.trained)
-            text += f" ({share:.1f} % of those that train)"
-        return text
+            beside.append(f"{share:.1f} % of those that train")
+        if self.without:
+            verb = "holds" if len(self.without) == 1 else "hold"
+            beside.append(f"{some_of(self.without)} {verb} none")
+        return f"{text} ({'; '.join(beside)})" if beside else text
 
     def first_line(
         self,
@@ -77,8 +84,7 @@ class Coverage:
         """The groups and their reasons; empty where nothing is left out."""
         groups = []
         for reason, names in self.left_out.items():
-            more = "" if len(names) <= _NAMED else f" and {len(names) - _NAMED} more"
-            groups.append(f"{', '.join(map(repr, names[:_NAMED]))}{more} ({reason})")
+            groups.append(f"{some_of(list(map(repr, names)))} ({reason})")
         return "; ".join(groups)
 
 
@@ -122,7 +128,7 @@ def cover(
             why, names = _left_out(name, module, reasons, id(module) in unasked_ids)
             groups.setdefault(why, []).extend(names)
     left_out = {why: tuple(names) for why, names in groups.items()}
-    return Coverage(layers, left_out=left_out, **counts)
+    return Coverage(layers, left_out=left_out, without=_without(model, modules), **counts)
 
 
 def say(line: str) -> None:
@@ -144,6 +150,25 @@ def size_text(count: float) -> str:
         if count >= scale:
             return f"{count / scale:.2f} {unit}"
     return f"{count / 1e3:.2f} kB"
+
+
+def some_of(names: Sequence[str]) -> str:
+    """Names in a line: the first few, and how many more there are."""
+    more = "" if len(names) <= _NAMED else f" and {len(names) - _NAMED} more"
+    return ", ".join(names[:_NAMED]) + more
+
+
+def _without(model: nn.Module, modules: Collection[nn.Module]) -> tuple[str, ...]:
+    """Classes of the modules, in none that is recorded, whose parameters are no matrices."""
+    recorded = {id(inner) for module in modules for inner in module.modules()}
+    found = {
+        type(module).__name__
+        for module in model.modules()
+        if id(module) not in recorded
+        and any(True for _ in module.parameters(recurse=False))
+        and all(parameter.dim() < 2 for parameter in module.parameters())
+    }
+    return tuple(sorted(found))
 
 
 def _matrices(module: nn.Module) -> dict[str, nn.Parameter]:

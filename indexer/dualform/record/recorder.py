@@ -18,7 +18,7 @@ from dualform.record.blocks import StepBlocks, rows_bytes
 from dualform.record.buffers import Pool
 from dualform.record.compiled import HooksSeen, StepHook, check_compiled, evaluated_apart
 from dualform.record.copies import Copies
-from dualform.record.coverage import say, size_text
+from dualform.record.coverage import say, size_text, some_of
 from dualform.record.disk import DiskSink, check_pack
 from dualform.record.elements import SampledElements
 from dualform.record.errors import RecorderClosedError, RecordError, ResumeError
@@ -158,6 +158,7 @@ class Recorder:
         self._said_empty = self._said_not_mean = False
         self._open_step: StepBatch | None = None
         self._marks: list[tuple[str, InexactMark]] = []
+        self._unsaid: dict[InexactMark, list[str]] = {}
         self._examples = ExampleIntake()
         self._closed = False
         self._process = os.getpid()
@@ -269,6 +270,7 @@ class Recorder:
             self._mark(layer, layer.check_parameters(max(self._step - 1, self._first_step)))
             with np.errstate(all="ignore"):
                 self._mark(layer, layer.check_weights(self._step))
+        self._say_marks()
         self._sink.close(self._state(), tuple(self._marks))
 
     def close_at_exit(self) -> None:
@@ -352,6 +354,7 @@ class Recorder:
             self._mark(layer, mark)
             kept += [(layer.spec.name, item) for item in layer.kept]
         self._copies.forget()
+        self._say_marks()
         blocks = StepBlocks(step, kept, self._fitting, self._sampling, self._annotations.step)
         if step == self._first_step:  # before rows are left out
             size = rows_bytes([item for _, item in kept], self._values)
@@ -485,14 +488,18 @@ class Recorder:
 
     def _mark(self, layer: _Layer, mark: InexactMark | None) -> None:
         if mark is not None:
-            _LOGGER.warning(
-                "layer %r is inexact from step %d on: %s",
-                layer.spec.name,
-                mark.from_step,
-                mark.reason,
-            )
             self._bytes_per_state = 0  # the layer's state is no longer kept: look anew
             self._marks.append((layer.spec.name, mark))
+            self._unsaid.setdefault(mark, []).append(layer.spec.name)
+
+    def _say_marks(self) -> None:
+        """What was found since this was called last; layers with the same mark in one line."""
+        for mark, names in self._unsaid.items():
+            which = f"layer {names[0]!r} is"
+            if len(names) > 1:
+                which = f"layers {some_of(list(map(repr, names)))} are"
+            _LOGGER.warning("%s inexact from step %d on: %s", which, mark.from_step, mark.reason)
+        self._unsaid.clear()
 
     def _state(self, layers: Sequence[_Layer] | None = None) -> dict[str, np.ndarray]:
         state: dict[str, np.ndarray] = {}

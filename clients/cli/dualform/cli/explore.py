@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import signal
 import sys
@@ -78,6 +79,9 @@ def _run(options: argparse.Namespace) -> int:
         if missing:
             raise CommandError(f"there is no index at {', '.join(missing)}")
         sources = LocalSources(paths)
+        troubles = [each.trouble for each in asyncio.run(sources.listed())]
+        if all(troubles):  # nothing to show
+            raise CommandError("; ".join(troubles))
     else:
         sources = _served(options)
     if options.while_read:

@@ -27,7 +27,7 @@ def network(found: Network | None, scene: Scene) -> str:
     parts = [output(found.output, "The whole network", scene)]
     if found.attributed is not None:
         parts.append(_attributed(found.attributed, scene))
-    if found.classes is not None:
+    if found.classes is not None and found.classes != found.attributed:  # one refusal says both
         parts.append(_classes(found.classes, scene))
     return "".join(f'<section class="wide">{each}</section>' for each in parts)
 
