@@ -98,7 +98,7 @@ def test_build_packed_and_unpack(tmp_path: Path) -> None:
     assert built.status == 0, built.err
     before, after, _ = built.out.splitlines()
     expected = re.match(
-        r"keys and values take 0\.4 MB, packed about 0\.\d MB \((0\.\d+)\), .*docs/packed-index",
+        r"keys and values take 0\.3 MiB, packed about 0\.\d MiB \((0\.\d+)\), .*docs/packed-index",
         before,
     )
     came = re.match(r"keys and values: .* packed, (0\.\d+) of the .* that they take", after)

@@ -113,9 +113,9 @@ class Plan:
         if self.options.pack:
             left = self.packed_bytes()
             say(
-                f"keys and values take {self.nbytes / 1e6:,.1f} MB, packed about "
-                f"{left / 1e6:,.1f} MB ({left / max(1, self.nbytes):.2f}), as some passes of each "
-                "layer say; answers stay the same, and those that read rows take longer "
+                f"keys and values take {self.nbytes / 2**20:,.1f} MiB, packed about "
+                f"{left / 2**20:,.1f} MiB ({left / max(1, self.nbytes):.2f}), as some passes of "
+                "each layer say; answers stay the same, and those that read rows take longer "
                 "(docs/packed-index.md)"
             )
 
