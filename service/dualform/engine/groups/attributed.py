@@ -91,8 +91,9 @@ class AttributedSum:
         self._sum.merge(other._sum)
 
     def result(self) -> np.ndarray:
-        """float64 [inputs, groups], in the order of the groups' values."""
-        return self._sum.result()
+        """float64 [inputs, groups], in the order of the groups' values; a view, group by group in
+        memory: only the layers' sum is turned round."""
+        return np.asarray(self._sum.by_group().T)
 
 
 @dataclass(frozen=True)
@@ -190,13 +191,13 @@ def best_attributed(
         last = min(first + size, count)
         sums = sums_of(first, last)
         rows_of.append(np.stack([of_layer.sum(axis=1) for of_layer in sums], axis=1))
-        whole = sums[0].copy()
+        whole = sums[0].copy(order="K")
         for of_layer in sums[1:]:
             whole += of_layer
         if k is None:
             by_layer.append(whole[:, :, None])
             continue
-        found = best_groups(whole, counts, k, order)
+        found = best_groups(np.ascontiguousarray(whole), counts, k, order)
         best.append(found)
         codes = np.maximum(found.codes, 0)
         chosen = np.stack([np.take_along_axis(each, codes, axis=1) for each in sums], axis=2)

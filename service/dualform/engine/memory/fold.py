@@ -57,11 +57,13 @@ class Fold:
         self.reducers = reducers
         self._longest = float(torch.linalg.vector_norm(queries.double(), dim=1).max())
         self._queries = queries
+        self._wide = (-1.0, False)  # for which norm of keys, and whether products are float64
 
     def weights(self, tile: Tile) -> torch.Tensor:
         """The attention weights of a tile, [n, rows]."""
-        wide = needs_float64(self._longest, tile.max_norm)
-        return weights_by_row(self._queries, tile.keys, wide=wide)
+        if self._wide[0] != tile.max_norm:
+            self._wide = (tile.max_norm, needs_float64(self._longest, tile.max_norm))
+        return weights_by_row(self._queries, tile.keys, wide=self._wide[1])
 
     def take(self, tile: Tile) -> None:
         """Multiply every row of a tile once, and give the weights to every reducer."""

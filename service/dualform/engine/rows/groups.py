@@ -158,7 +158,7 @@ def few_runs(codes: np.ndarray, groups: int) -> Runs | None:
     """Runs of equal codes, int32 [rows], below `groups`; None where they may be more than
     FEW_SPANS."""
     few = min(groups, len(codes)) <= FEW_SPANS
-    return runs(codes) if few or int(np.count_nonzero(np.diff(codes))) < FEW_SPANS else None
+    return runs(codes) if few or np.count_nonzero(codes[1:] != codes[:-1]) < FEW_SPANS else None
 
 
 def runs(codes: np.ndarray) -> Runs:

@@ -100,7 +100,11 @@ class GroupSum:
 
     def result(self) -> np.ndarray:
         """float64 [n, groups], in the order of the groups' values."""
-        return np.asarray(self._totals.ordered().T.contiguous().numpy())
+        return np.ascontiguousarray(self.by_group().T)
+
+    def by_group(self) -> np.ndarray:
+        """The same turned round, float64 [groups, n]."""
+        return np.asarray(self._totals.ordered().numpy())
 
 
 class GroupCount:
