@@ -265,7 +265,7 @@ def test_what_is_read_ahead_is_what_it_was_unless_it_changed(late: Late) -> None
 
 def test_a_model_on_the_host_sends_nothing() -> None:
     sender = Copies([CPU])
-    assert not sender
+    assert not sender.sending
     assert not sender.takes(torch.ones(1))
     sender.look_ahead(torch.ones(1))
     sender.wait()

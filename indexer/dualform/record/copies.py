@@ -182,21 +182,22 @@ class Copies:
 
     Args:
         devices: Those of the model; of any other nothing is taken.
+
+    Attributes:
+        sending: Anything is: to be asked first, as loops on the host ask often.
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         streams = {device: stream_of(device) for device in set(devices)}
         self._rings = {device: _Ring(s) for device, s in streams.items() if s is not None}
+        self.sending = bool(self._rings)
         # With each its source, so that no other gets its memory meanwhile.
         self._ahead: dict[object, tuple[torch.Tensor, np.ndarray]] = {}
         self._lock = threading.RLock()
 
-    def __bool__(self) -> bool:
-        return bool(self._rings)
-
     def takes(self, source: torch.Tensor) -> bool:
         """Whether a tensor lies where copies are sent from."""
-        return bool(self._rings) and source.device in self._rings
+        return self.sending and source.device in self._rings
 
     def send(
         self, source: torch.Tensor, dtype: torch.dtype, job: Callable[[torch.Tensor], None]
@@ -217,6 +218,8 @@ class Copies:
 
     def wait(self) -> None:
         """Until all that was sent is where it was to go."""
+        if not self.sending:
+            return
         with self._lock:
             for ring in self._rings.values():
                 ring.wait()

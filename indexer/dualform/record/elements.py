@@ -64,7 +64,8 @@ class Sample:
 
     def copy(self, tensor: torch.Tensor) -> np.ndarray | torch.Tensor:
         """The elements, [SAMPLE], where the tensor lies: nothing waits for a device."""
-        host = None if self._copies.takes(tensor) else host_array(tensor)
+        sent = self._copies.sending and self._copies.takes(tensor)
+        host = None if sent else host_array(tensor)
         if host is not None and host.flags.c_contiguous:
             taken: np.ndarray = host.reshape(-1)[self._elements]
             return taken

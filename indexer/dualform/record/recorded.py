@@ -167,7 +167,7 @@ class RecordedLayer:
 
     def look_ahead(self) -> None:
         """Send for what the step's checks read of a device: it is there when it is asked for."""
-        if not self._copies:
+        if not self._copies.sending:
             return
         weight, bias = self.capture.weight.grad, self.capture.bias
         self._check.look_ahead(weight, None if bias is None else bias.grad)

@@ -119,7 +119,7 @@ class GradientWatch:
 
     def _keep(self, grad: torch.Tensor) -> None:
         """Take the sample; from a device it is there once copies were waited for."""
-        if not self._copies.takes(grad):
+        if not (self._copies.sending and self._copies.takes(grad)):
             self._sample = self._rows(grad).copy()
             return
         some = self._some(grad)
@@ -127,16 +127,17 @@ class GradientWatch:
         self._copies.send(some, torch.float64, lambda host: np.copyto(sample, host.numpy()))
 
     def _some(self, grad: torch.Tensor) -> torch.Tensor:
-        """The rows that the sample takes."""
+        """The rows that the sample takes, where the gradient lies."""
         whole = grad if self._part is None else self._part(grad)
         return whole.detach()[:: self._stride]
 
     def _rows(self, grad: torch.Tensor) -> np.ndarray:
-        some = self._some(grad)
-        host = host_array(some) if some.dtype is torch.float32 else None
-        if host is not None and not self._copies.takes(some):
-            return host
-        return self._copies.read(some).astype(np.float64)
+        if not (self._copies.sending and self._copies.takes(grad)):
+            whole = grad if self._part is None else self._part(grad)
+            host = host_array(whole) if whole.dtype is torch.float32 else None
+            if host is not None:
+                return host[:: self._stride]
+        return self._copies.read(self._some(grad)).astype(np.float64)
 
 
 def _stride(shape: torch.Size, elements: int) -> int:
