@@ -320,8 +320,10 @@ def test_training_is_the_same(tmp_path: Path) -> None:
         assert torch.equal(one, other)
 
 
-def test_a_wrong_gradient_is_found(tmp_path: Path) -> None:
-    """The check multiplies inputs, not patches; it must see as much."""
+@pytest.mark.parametrize("few", [True, False])
+def test_a_wrong_gradient_is_found(tmp_path: Path, few: bool, monkeypatch: Any) -> None:
+    """The check may multiply inputs, not patches; it must see as much."""
+    monkeypatch.setattr("dualform.record.inputs._FEW_BYTES", 1 << 30 if few else 0)
     make, size = MODELS["2d"]
     torch.manual_seed(0)
     model = make()
@@ -350,7 +352,9 @@ def test_a_wrong_gradient_is_found(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_products_with_all_patches(patches: Patches) -> None:
+@pytest.mark.parametrize("few", [True, False])
+def test_products_with_all_patches(patches: Patches, few: bool, monkeypatch: Any) -> None:
+    monkeypatch.setattr("dualform.record.inputs._FEW_BYTES", 1 << 30 if few else 0)
     buffer = InputBuffer(Pool(0), 3, patches, torch.float32)
     rng = np.random.default_rng(0)
     buffer.copy(torch.from_numpy(rng.standard_normal((3, patches.channels, *patches.size))).float())
