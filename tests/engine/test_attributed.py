@@ -11,9 +11,11 @@ import torch
 from synthetic import make_index
 
 from dualform.engine import Index
+from dualform.engine.groups import attributed
 from dualform.engine.groups.attributed import AttributedSum
 from dualform.engine.groups.pairs import Pairs
 from dualform.engine.memory.fold import fold
+from dualform.engine.memory.weights import weights_by_row
 from dualform.engine.rows.groups import Groups, in_line
 from dualform.questions import AttributedLayer, AttributeQuestion, QuestionError
 from dualform.store.grouping import group
@@ -53,6 +55,34 @@ def test_places_are_added_up(tmp_path: Path, places: int) -> None:
     of_inputs = terms.reshape(3, places, ROWS).sum(1)
     expected = np.stack([np.bincount(codes, one, 40) for one in of_inputs])
     np.testing.assert_allclose(found, expected[:, np.unique(codes)], atol=1e-6 * abs(terms).sum())
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+@pytest.mark.parametrize("inputs", [1, 3, 40])
+def test_inputs_by_themselves(
+    tmp_path: Path, inputs: int, reduced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One, a few and many are multiplied each in its way; where torch may multiply directions and
+    values in less than float32, as in float64."""
+    monkeypatch.setattr(attributed, "multiplies_in_float32", lambda: not reduced)
+    path, keys, values, codes = memory(tmp_path)
+    rng = np.random.default_rng(2)
+    queries = rng.standard_normal((inputs, D_IN)).astype(np.float32)
+    directions = rng.standard_normal((inputs, D_OUT)).astype(np.float32)
+    wide = []
+
+    def watched(left: torch.Tensor, right: torch.Tensor, **how: bool) -> torch.Tensor:
+        wide.append(how["wide"])
+        return weights_by_row(left, right, **how)
+
+    monkeypatch.setattr(attributed, "weights_by_row", watched)
+    found = ask(path, AttributedLayer("fc", queries, directions), inputs, None)
+    assert set(wide) == {reduced}
+    exact = [array.astype(np.float64) for array in (queries, keys, directions, values)]
+    terms = LR * (exact[0] @ exact[1].T) * (exact[2] @ exact[3].T)
+    expected = np.stack([np.bincount(codes, one, 40) for one in terms])
+    size = np.abs(terms).sum(axis=1, keepdims=True)
+    assert (np.abs(found - expected[:, np.unique(codes)]) <= 1e-6 * size).all()
 
 
 def test_what_is_too_large_on_the_way_is_no_infinity(tmp_path: Path) -> None:
