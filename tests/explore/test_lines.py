@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import warm
 
 from dualform.client import AsyncClient
 from dualform.explore import LocalSources, View, load_model
@@ -27,19 +26,25 @@ from .memory import Digits, write_model
 from .test_answers import ask
 
 
+@pytest.fixture(autouse=True)
+def _where_they_are_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def pasted(python: str) -> subprocess.CompletedProcess[str]:
+    """Runs these lines, with names and a process of their own; a warning ends it."""
+    Path("lines.py").write_text(python)
+    return warm.run_file(Path.cwd() / "lines.py")
+
+
 def test_they_run_and_say_the_same(client: AsyncClient, digits: Digits, tmp_path: Path) -> None:
     view = View(layer="2", example=7, k=3, step=50, filters=("label != 3", "label != 4"))
     found = ask(client, view)
     np.save(tmp_path / QUERY_FILE, found.query.vector)
     source = Source("d", None, None, "", f"Client.local({str(digits.path)!r})", ("--local", "x"))
     lines = lines_of(source, view, found.unit, found.column)
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", lines.python],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "COLUMNS": "200"},
-    )
+    done = pasted(lines.python)
     assert done.returncode == 0, done.stderr
     assert not isinstance(found.by_weight, Refused)
     assert not isinstance(found.by_contribution, Refused)
@@ -55,12 +60,9 @@ def test_commands_ask_the_same(client: AsyncClient, digits: Digits, tmp_path: Pa
     np.save(tmp_path / QUERY_FILE, found.query.vector)
     (source,) = wait(LocalSources({"d": digits.path}).listed())
     lines = lines_of(source, view, found.unit, found.column).commands.splitlines()
-    program = Path(sys.executable).with_name("dualform")
     words = shlex.split(lines[1])
     assert words[0] == "dualform"
-    done = subprocess.run(
-        [program, *words[1:], "--json"], cwd=tmp_path, capture_output=True, text=True
-    )
+    done = warm.run(*words, "--json")
     assert done.returncode == 0, done.stderr
     assert not isinstance(found.by_contribution, Refused)
     (rows,) = json.loads(done.stdout)["rows"]
@@ -110,13 +112,7 @@ def test_the_whole_network_is_asked_alike(
     np.save(tmp_path / QUERY_FILE, asked[0].vector)
     whole = Whole(model, asked[0].made, "margin", found.token, "label", classes.unit)
     lines = lines_of(source, view, None, "", whole)
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", lines.python],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "COLUMNS": "200"},
-    )
+    done = pasted(lines.python)
     assert done.returncode == 0, done.stderr
     # Its number, query, rank, group, score: of 3 examples; then, below a head, of 9 classes.
     table = [line.split() for line in done.stdout.rstrip().splitlines()[-13:]]
@@ -129,14 +125,12 @@ def test_the_whole_network_is_asked_alike(
     commands = [line for line in lines.commands.splitlines() if "attribute" in line]
     assert len(commands) == 2 * (function == "own")
     if commands:
-        program = Path(sys.executable).with_name("dualform")
         for command, names in zip(
             commands, ([each.example for each in found.found], classes.names), strict=True
         ):
             words = shlex.split(command)
-            done = subprocess.run(
-                [program, *words[1:], "--json"], cwd=tmp_path, capture_output=True, text=True
-            )
+            assert words[0] == "dualform"
+            done = warm.run(*words, "--json")
             assert done.returncode == 0, done.stderr
             data = json.loads(done.stdout)
             there = zip(data["groups"][7], data["counts"][7], strict=True)
