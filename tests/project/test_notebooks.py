@@ -6,14 +6,12 @@ Their code cells run one after the other in one interpreter, as a kernel would h
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "notebooks"
 NAMES = sorted(path.name for path in FOLDER.glob("*.ipynb"))
@@ -29,15 +27,16 @@ def cells(name: str) -> list[dict[str, Any]]:
 
 def run(name: str, folder: Path, **environment: str) -> str:
     code = ["".join(cell["source"]) for cell in cells(name) if cell["cell_type"] == "code"]
-    program = f"import json\nfor code in json.loads({json.dumps(json.dumps(code))}):\n"
+    program = "__import__('matplotlib').use('agg')\n"
+    program += f"import json\nfor code in json.loads({json.dumps(json.dumps(code))}):\n"
     program += "    exec(compile(code, 'cell', 'exec'), globals())\n"
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "MPLBACKEND": "agg", "OMP_NUM_THREADS": "1", **environment},
-    )
+    path = folder / "cells.py"
+    path.write_text(program)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for variable, value in environment.items():
+            patch.setenv(variable, value)
+        done = warm.run_file(path)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
