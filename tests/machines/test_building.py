@@ -16,6 +16,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+import warm
 from synthetic import make_recording
 
 from dualform.index import BuildError, build_index
@@ -56,7 +57,7 @@ def plain(recording: Path) -> dict[str, bytes]:
 
 def build(recording: Path, index: Path, **options: Any) -> None:
     """With processes beside the fleet's, which have taken all CPUs."""
-    arguments = {"address": "local", "workers": 3, "options": OPTIONS, "cpus": 0.0, **options}
+    arguments = {"address": "local", "workers": 2, "options": OPTIONS, "cpus": 0.0, **options}
     build_on_machines(recording, index, **arguments)
 
 
@@ -132,7 +133,7 @@ def test_killed_workers_are_replaced(
     killer = threading.Thread(target=kill)
     killer.start()
     try:
-        build(tmp_path / "run", tmp_path / "index", options=Options(shard_rows=2000))
+        build(tmp_path / "run", tmp_path / "index", workers=3, options=Options(shard_rows=2000))
     finally:
         done.set()
         killer.join()
@@ -150,19 +151,19 @@ def test_what_is_wrong_is_said(
     with pytest.raises(BuildError, match="workers is 0"):
         build(run, index, workers=0)
     with pytest.raises(BuildError, match="no column 'label'"):
-        build(run, index, options=Options(parts=("label",)))
+        build(run, index, workers=1, options=Options(parts=("label",)))
     with monkeypatch.context() as patch:
         patch.setattr(building, "mark_of", lambda chains: [[1, "0" * 16]])
         with pytest.raises(BuildError, match="is not on this node what it is where the build was"):
-            build(run, index, options=Options())
+            build(run, index, workers=1, options=Options())
     with monkeypatch.context() as patch:
         patch.setattr(building, "__version__", "0.0.1")
         with pytest.raises(BuildError, match=r"a node has dualform .*, and the build 0\.0\.1"):
-            build(run, index, options=Options())
+            build(run, index, workers=1, options=Options())
     data = next(run.glob("segments/*.bin"))
     data.write_bytes(data.read_bytes().replace(b"\x80\x3f", b"\x80\x40", 1))
     with pytest.raises(BuildError, match=r"\.bin.*not the one that was written"):
-        build(run, index, options=Options())
+        build(run, index, workers=1, options=Options())
     assert not index.exists()
 
 
@@ -179,12 +180,8 @@ def test_the_command(recording: Path, plain: dict[str, bytes], ray_folder: Path)
     )
     assert process.returncode == 0, process.stderr
     assert files(index) == plain
-    wrong = subprocess.run(
-        [*command, str(recording), f"{index}2", *arguments, "127.0.0.1:1"],
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    elsewhere = [recording, f"{index}2", *arguments, "127.0.0.1:1"]
+    wrong = warm.run("dualform", "index", "build", *elsewhere)
     assert wrong.returncode == 2
     assert "Ray cannot be reached at 127.0.0.1:1" in wrong.stderr
     stopped = subprocess.Popen(

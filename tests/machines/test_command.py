@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import warm
 
 from dualform.client import Client
 from dualform.engine import Index
@@ -51,12 +52,8 @@ def test_the_command_serves_from_processes_and_ends_them(
 
 
 def test_a_cluster_that_is_not_there(sharded_index: Path, ray_folder: Path) -> None:
-    found = subprocess.run(
-        [*COMMAND, str(sharded_index), "--ray", "127.0.0.1:1", "--port", "0"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    arguments = [sharded_index, "--ray", "127.0.0.1:1", "--port", "0"]
+    found = warm.run("dualform", "serve", *arguments)
     assert found.returncode == 2, found.stderr
     assert "ray: " in found.stderr
     assert "ray start --head" in found.stderr
@@ -64,9 +61,7 @@ def test_a_cluster_that_is_not_there(sharded_index: Path, ray_folder: Path) -> N
 
 
 def test_actors_need_ray(sharded_index: Path) -> None:
-    found = subprocess.run(
-        [*COMMAND, str(sharded_index), "--actors", "3"], capture_output=True, text=True, timeout=60
-    )
+    found = warm.run("dualform", "serve", sharded_index, "--actors", "3")
     assert found.returncode == 2
     assert "--actors goes with --ray ADDRESS, or --ray local" in found.stderr
 
