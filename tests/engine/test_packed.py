@@ -23,7 +23,7 @@ from dualform.engine import Index, verify_index
 from dualform.engine.devices.devices import Devices
 from dualform.engine.devices.stand_in import StandIn
 from dualform.engine.errors import CancelledError, DataLossError, InvalidArgumentError
-from dualform.index import build_index, pack_index, repack, unpack_index
+from dualform.index import BuildError, build_index, pack_index, repack, unpack_index
 from dualform.record import Recorder
 from dualform.store import DamagedError, IndexManifest, NoSpaceError
 from dualform.store.files import digest, read_json, write_sealed
@@ -389,6 +389,13 @@ def test_a_full_disk_leaves_nothing(
     with pytest.raises(NoSpaceError, match=r"no space left; .* Nothing of it was kept"):
         pack_index(plain, tmp_path / "packed")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_written_into_a_published_index(plain: Path) -> None:
+    before = sorted(plain.rglob("*"))
+    with pytest.raises(BuildError, match="choose a folder beside it"):
+        pack_index(plain, plain / "packed")
+    assert sorted(plain.rglob("*")) == before
 
 
 def test_unpacked_again_it_is_the_plain_index(plain: Path, packed: Path, tmp_path: Path) -> None:

@@ -238,6 +238,10 @@ def test_a_layer_that_never_ran_has_no_rows_and_keeps_no_other_from_answering(
         np.testing.assert_allclose(client.dual_output("idle", query).values, expected, rtol=1e-6)
         parts = client.dual_output("idle", query, group_by="step")
         assert parts.values.shape == (2, 0, 2)
+    said: list[str] = []
+    build_index(tmp_path / "recording", tmp_path / "packed", pack=True, announce=said.append)
+    assert said
+    assert verify_index(tmp_path / "packed").ok
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "ü" * 100, "..", ".", "a/b", "%root", "a\\b", "A b"])

@@ -153,3 +153,12 @@ def test_complex_layers_are_left_out_or_refused(tmp_path: Path) -> None:
     assert chosen(model, tmp_path / "r", None) == ["1"]
     with pytest.raises(LayerSelectionError, match=r"'0' cannot be recorded: .*complex64"):
         chosen(model, tmp_path / "s", ["0"])
+
+
+def test_empty_layers_are_left_out_or_refused(tmp_path: Path) -> None:
+    """torch allows them, with a warning when it fills their weights."""
+    with pytest.warns(UserWarning, match="zero-element"):
+        model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 0), nn.Linear(0, 2))
+    assert chosen(model, tmp_path / "r", None) == ["0"]
+    with pytest.raises(LayerSelectionError, match=r"its weight is empty, \[0, 2\]"):
+        chosen(model, tmp_path / "s", ["1"])

@@ -109,7 +109,7 @@ def no_space_told(target: Path, plan: Plan) -> Iterator[None]:
             raise
         raise NoSpaceError(
             f"{target}: there is no space left; keys and values alone take "
-            f"{plan.nbytes / 1e9:.2f} GB. Nothing of the index was kept: free some space or "
+            f"{plan.nbytes:,} bytes. Nothing of the index was kept: free some space or "
             "choose another disk; without values (--no-values) it needs less"
         ) from error
 

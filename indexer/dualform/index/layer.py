@@ -99,8 +99,10 @@ class LayerSource:
         some = self.passes[:: max(1, len(self.passes) // _PACKED_PASSES)]
         part = slice(_PACKED_ROWS)
         rows = [self.values(each)[part] if values else self.keys(each, part) for each in some]
+        if not any(map(len, rows)):
+            return 1.0
         numbers = np.concatenate([np.ascontiguousarray(each) for each in rows])
-        return share_left(numbers.view(np.uint8), numbers.itemsize) if len(numbers) else 1.0
+        return share_left(numbers.view(np.uint8), numbers.itemsize)
 
     def mark(self) -> InexactMark | None:
         """What rounded keys make of the layer: its rows are no longer what its gradients came from,

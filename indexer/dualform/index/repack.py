@@ -38,7 +38,7 @@ def pack_index(index: Path | str, target: Path | str, progress: Progress | None 
         NotFoundError, VersionError, DamagedError: The index can't be read.
         ExistsError: The target exists, or somebody is writing it.
         NoSpaceError: The disk is full; nothing of the target is left on it.
-        BuildError: It is packed already.
+        BuildError: It is packed already, or the target lies in it.
     """
     _publish(Path(index), Path(target), progress, pack=True)
 
@@ -54,6 +54,10 @@ def _publish(index: Path, target: Path, progress: Progress | None, *, pack: bool
     index = newest(index)
     manifest = IndexManifest.load(index)
     is_now = any(any(layer.packed) for layer in manifest.layers.values())
+    if target.resolve().is_relative_to(index.resolve()):
+        raise BuildError(
+            f"{target} lies in {index}, which is never changed: choose a folder beside it"
+        )
     if is_now == pack:
         raise BuildError(f"{index} is {'packed already' if pack else 'not packed'}")
     total = sum(manifest.row_bytes(name)[1] for name in manifest.layers)
@@ -87,8 +91,8 @@ def _publish(index: Path, target: Path, progress: Progress | None, *, pack: bool
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         raise NoSpaceError(
-            f"{target}: there is no space left; keys and values take {total / 1e9:.2f} GB unpacked."
-            " Nothing of it was kept: free some space or choose another disk"
+            f"{target}: there is no space left; keys and values take {total:,} bytes unpacked. "
+            "Nothing of it was kept: free some space or choose another disk"
         ) from error
 
 

@@ -70,6 +70,13 @@ class Use(NamedTuple):
     among: tuple[tuple[int, ...], torch.Tensor] | None = None
     windows: Windows | None = None
 
+    def whole_keys(self) -> torch.Tensor:
+        """The keys [..., d_in], of a convolution cut from its input."""
+        if self.windows is None:
+            return self.keys
+        patches = self.windows.cut(self.keys)
+        return patches if self.windows.batched else patches[0]
+
 
 class ShapeError(DualformError, ValueError):
     """A layer was called with a tensor of a shape that it does not take."""

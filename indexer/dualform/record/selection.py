@@ -199,6 +199,8 @@ def _refusal(
     weight = kind.weight(module)
     if isinstance(weight, nn.UninitializedParameter):
         return "its weight has no shape yet; run one forward pass before making the recorder"
+    if weight.numel() == 0:
+        return f"its weight is empty, {list(weight.shape)}: there is nothing to record"
     if weight.is_complex():
         return f"its weight is {str(weight.dtype).removeprefix('torch.')}: only real ones can be"
     if not held(weight):
