@@ -37,6 +37,7 @@ from dualform.engine.memory.layer import Layer, open_layer
 from dualform.engine.memory.shards import RowFile, Stop
 from dualform.engine.memory.shards import spared as spared_damage
 from dualform.engine.memory.states import States
+from dualform.engine.memory.weights import let_faiss_multiply
 from dualform.engine.plan.planner import Planner
 from dualform.engine.rows.rows import Rows
 from dualform.engine.totals.coefficients import LayerCoefficients, layer_coefficients
@@ -119,6 +120,8 @@ class Index(Keywords):
         metrics = UnitMetrics(self._ledger, self._states)
         self.devices = devices
         planner = Planner(devices.cpu_pace)
+        if use_faiss:
+            let_faiss_multiply()
         self._opened = Opened(self._ledger, outputs, metrics, planner, devices, use_faiss)
         self._examples = Examples(path, self._manifest.examples, self._manifest.payloads)
         self._closed = threading.Event()

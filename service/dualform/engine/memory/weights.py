@@ -30,6 +30,8 @@ _WIDENED = 1 << 20
 _PIECE_BYTES = 8 << 20
 """Fewer bytes of keys are not worth a thread of their own."""
 
+_allowed = False
+
 
 def needs_float64(longest: float, max_norm: float) -> bool:
     """Whether float32 could overflow on the way, or the process allows reduced-precision products.
@@ -65,10 +67,16 @@ def tile_weights(queries: torch.Tensor, keys: torch.Tensor, *, wide: bool) -> to
     return queries @ keys.T
 
 
-@cache
+def let_faiss_multiply() -> None:
+    """From now on FAISS may multiply in this process: loading it brings threads of its own, which
+    nobody wants who has opened no index that FAISS searches."""
+    global _allowed
+    _allowed = True
+
+
 def reads_in_place() -> bool:
     """Whether a few queries are multiplied with unaligned keys as fast as these are read."""
-    return _faiss() is not None
+    return _allowed and _faiss() is not None
 
 
 @cache
