@@ -86,6 +86,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     def said() -> str:
         return log.read_text()
 
+    (folder / "run").mkdir()
+    (folder / "run" / ".rank-0.lock").touch()  # as for a moment, before a rank's folder is there
     follower = command(folder, "versions", "--follow", "--every", "0.1")
     wait_until(lambda: "waiting for training to begin" in said(), follower)
     ranks = start(folder, 0, 20)

@@ -111,7 +111,11 @@ def grows(server: Uncollected, once: Callable[[], None]) -> float:
     before = server.mib()
     for _ in range(TIMES):
         once()
-    return server.mib() - before
+    # What was given up may still be under way on a busy machine; what leaked stays.
+    until = time.monotonic() + 10
+    while (grown := server.mib() - before) >= MOST_MIB and time.monotonic() < until:
+        time.sleep(0.3)
+    return grown
 
 
 def test_wrong_queries(server: Uncollected) -> None:

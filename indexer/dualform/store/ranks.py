@@ -11,6 +11,7 @@ from dualform.store.errors import MissingRankError, RanksError
 from dualform.store.fields import Fields
 
 _FOLDER = re.compile(r"rank-([0-9]+)")
+_LOCK = re.compile(r"\.rank-[0-9]+\.lock")
 
 
 class Rank(NamedTuple):
@@ -50,6 +51,11 @@ class Rank(NamedTuple):
 def rank_folder(path: Path, rank: int) -> Path:
     """Where a rank records of a run whose recording is at `path`."""
     return path / f"rank-{rank}"
+
+
+def holds_nothing_yet(run: Path) -> bool:
+    """Whether a folder holds locks of ranks alone: their recordings are about to be there."""
+    return all(_LOCK.fullmatch(entry.name) for entry in run.iterdir())
 
 
 def rank_folders(path: Path) -> list[Path]:

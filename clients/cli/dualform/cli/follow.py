@@ -139,7 +139,7 @@ def _check_paths(recordings: Sequence[Path], target: Path) -> None:
 
 def _check_waited_for(path: Path) -> None:
     """Whether a path that is no recording may become one: it is not there, or just being made."""
-    from dualform.store.ranks import rank_folders
+    from dualform.store.ranks import holds_nothing_yet, rank_folders
     from dualform.store.recording_format import MANIFEST
     from dualform.store.recording_writer import was_never_started
     from dualform.store.versions import kind_of
@@ -148,7 +148,7 @@ def _check_waited_for(path: Path) -> None:
         return
     what = kind_of(path)
     if what == "a recording" or (
-        path.is_dir() and (not os.listdir(path) or was_never_started(path))
+        path.is_dir() and (holds_nothing_yet(path) or was_never_started(path))
     ):
         return
     ranks = rank_folders(path) if path.is_dir() else []
