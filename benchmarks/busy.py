@@ -65,7 +65,8 @@ def main() -> None:
     metrics = _free_port()
     with serving(arguments.index, f"metrics: 127.0.0.1:{metrics}\n") as server:
         with Client(server.address, timeout=300, retry=None) as client:
-            kinds = _kinds(client, arguments.layer, arguments.only)
+            layer = arguments.layer or next(iter(client.index().layers))
+            kinds = _kinds(client, layer, arguments.only)
             load, _, _ = os.getloadavg()
             print(f"load {load:.1f}; milliseconds, whole and after giving up\n")
             print("| question | takes | median | most | of a processor, most |")

@@ -9,6 +9,7 @@ import sys
 import threading
 from pathlib import Path
 
+import grpc
 import numpy as np
 import pytest
 
@@ -160,7 +161,17 @@ def test_after_a_fork_with_one_thread_all_but_asyncio_answers(memory: Memory, se
     said = forked(memory, server, 1)
     # gRPC's asyncio alone does not survive.
     assert said.pop("loops").startswith("FORKED: ")
-    assert said == {"local": "same", "opened in the child": "same", "remote": "same"}
+    assert_remote(said.pop("remote"))
+    assert said == {"local": "same", "opened in the child": "same"}
+
+
+def assert_remote(said: str) -> None:
+    """Before grpcio 1.80 a channel would wait for ever for what asyncio had in the parent."""
+    if tuple(map(int, grpc.__version__.split(".")[:2])) >= (1, 80):
+        assert said == "same"
+    else:
+        assert said.startswith("FORKED: "), said
+        assert "update grpcio" in said
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no fork")
@@ -168,7 +179,7 @@ def test_after_a_fork_with_torchs_threads_a_local_index_says_what_to_do(
     memory: Memory, server: str
 ) -> None:
     said = forked(memory, server, 2)
-    assert said["remote"] == "same"
+    assert_remote(said["remote"])
     assert "use a Client here" in said["loops"]
     for name in ("local", "opened in the child"):
         assert said[name].startswith("FORKED: "), said

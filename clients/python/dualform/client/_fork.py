@@ -1,7 +1,8 @@
 """What a forked process can't use of what its parent had started: refused, for it would hang.
 
 Threads do not survive a fork, what waits for them does. torch's pool is one such thing: with one
-thread it is not needed. gRPC's asyncio is another; its blocking channels are none.
+thread it is not needed. gRPC's asyncio is another; its blocking channels are none, but in older
+versions they wait for what asyncio had.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import sys
 
 from dualform.client.errors import FailedPreconditionError
 
+_CHANNELS_SURVIVE = (1, 80)
 # Since the process began, and before it was forked from its parent.
 _asyncio_used = False
 _lost: frozenset[str] = frozenset()
@@ -31,6 +33,26 @@ def use_asyncio() -> None:
             reason="FORKED",
         )
     _asyncio_used = True
+
+
+def use_channels() -> None:
+    """To be called before a blocking channel is opened.
+
+    Raises:
+        FailedPreconditionError: A process above this one had opened one of an event loop, and this
+            grpcio's channels wait for it for ever: 1.78 does, 1.80 does not.
+    """
+    if "asyncio" not in _lost:
+        return
+    import grpc
+
+    if tuple(map(int, grpc.__version__.split(".")[:2])) < _CHANNELS_SURVIVE:
+        raise FailedPreconditionError(
+            "this process was forked from one that had used an AsyncClient, which gRPC's channels "
+            f"survive from grpcio 1.80 on, and this is {grpc.__version__}; update grpcio, start "
+            "the process with 'spawn' instead of 'fork', or use a Client in the parent too",
+            reason="FORKED",
+        )
 
 
 def use_torch() -> None:

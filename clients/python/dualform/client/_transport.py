@@ -18,7 +18,7 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
 from dualform.client._connection import TOKEN, Connection
-from dualform.client._fork import use_asyncio
+from dualform.client._fork import use_asyncio, use_channels
 from dualform.client._retry import TLS_REFUSED
 from dualform.client.errors import (
     DualformError,
@@ -100,6 +100,7 @@ class GrpcTransport:
         self._channel.close()
 
     def _open(self) -> None:
+        use_channels()
         self._process = os.getpid()
         self._channel = self._connection.channel()
         self._stub = _stub(self._channel)
