@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
+from typing import Any
 
 import digits
 import pytest
 import torch
 from torch import nn
 
-from dualform.engine import verify_index
+from dualform.engine import VerifyReport, verify_index
 from dualform.index import build_index
 from dualform.record import Recorder, copies
 from dualform.store.recording import Recording
@@ -18,10 +19,11 @@ from dualform.store.recording import Recording
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 
-def test_a_recording_from_the_gpu_rebuilds_the_weights(tmp_path: Path) -> None:
+def verified(path: Path, kind: type[torch.optim.Optimizer], **settings: Any) -> VerifyReport:
+    """What verify says of 50 steps on the GPU."""
     data, model = digits.load(), digits.network().cuda()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    with Recorder(model, optimizer, tmp_path / "recording") as recorder:
+    optimizer = kind(model.parameters(), **settings)
+    with Recorder(model, optimizer, path / "recording") as recorder:
         for step in range(50):
             ids = torch.arange(step * 32, (step + 1) * 32) % len(data.labels)
             recorder.annotate(label=data.labels[ids].cuda(), example=ids)
@@ -30,8 +32,12 @@ def test_a_recording_from_the_gpu_rebuilds_the_weights(tmp_path: Path) -> None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-    build_index(tmp_path / "recording", tmp_path / "index")
-    report = verify_index(tmp_path / "index")
+    build_index(path / "recording", path / "index")
+    return verify_index(path / "index")
+
+
+def test_a_recording_from_the_gpu_rebuilds_the_weights(tmp_path: Path) -> None:
+    report = verified(tmp_path, torch.optim.SGD, lr=0.05, momentum=0.9)
     assert report.ok
     assert all(layer.exact_steps == 50 for layer in report.layers)
     assert max(layer.weight_error or 0 for layer in report.layers) < 1e-5
@@ -44,19 +50,7 @@ def test_kernels_of_the_gpu_are_followed(
 ) -> None:
     if option not in inspect.signature(kind).parameters:
         pytest.skip(f"{kind.__name__} has no {option}")
-    data, model = digits.load(), digits.network().cuda()
-    optimizer = kind(model.parameters(), lr=1e-3, **{option: True})
-    with Recorder(model, optimizer, tmp_path / "recording") as recorder:
-        for step in range(50):
-            ids = torch.arange(step * 32, (step + 1) * 32) % len(data.labels)
-            recorder.annotate(label=data.labels[ids].cuda(), example=ids)
-            output = model(data.images[ids].cuda())
-            loss = nn.functional.cross_entropy(output, data.labels[ids].cuda())
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-    build_index(tmp_path / "recording", tmp_path / "index")
-    report = verify_index(tmp_path / "index")
+    report = verified(tmp_path, kind, lr=1e-3, **{option: True})
     assert report.ok
     assert all(layer.exact_steps == 50 for layer in report.layers)
 

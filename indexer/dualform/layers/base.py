@@ -51,30 +51,31 @@ class Use(NamedTuple):
     """One product with a layer's weight, in a call that is being recorded.
 
     Attributes:
-        keys: [..., d_in], the leading axes being the row's place: slot, position. Of a `one_hot`
-            kind integers [..., 1], the places of the ones, or -1 for a key of zeros.
+        given: The keys, or of a convolution the input, [batch, channels, *size], that `windows`
+            cuts them from.
         node: The autograd node that multiplies: its gradient is the product's. None where there is
             none to be found.
         values: Its gradient as [..., d_out] in the order of the keys; of `units`, where given.
         units: The output units that the product gives; the others' values are zero. None for all.
         among: Where the keys are some of the rows of a larger shape: the leading axes that give a
             row its place, and which of those rows, int64 ascending. None where `keys` has them.
-        windows: Of a convolution: `keys` is its input, [batch, channels, *size], and this cuts the
-            keys from it.
+        windows: What cuts a convolution's keys from its input.
     """
 
-    keys: torch.Tensor
+    given: torch.Tensor
     node: Node | None
     values: Callable[[torch.Tensor], torch.Tensor]
     units: slice | None = None
     among: tuple[tuple[int, ...], torch.Tensor] | None = None
     windows: Windows | None = None
 
-    def whole_keys(self) -> torch.Tensor:
-        """The keys [..., d_in], of a convolution cut from its input."""
+    @property
+    def keys(self) -> torch.Tensor:
+        """[..., d_in], the leading axes being the row's place: slot, position. Of a `one_hot` kind
+        integers [..., 1], the places of the ones, or -1 for a key of zeros."""
         if self.windows is None:
-            return self.keys
-        patches = self.windows.cut(self.keys)
+            return self.given
+        patches = self.windows.cut(self.given)
         return patches if self.windows.batched else patches[0]
 
 

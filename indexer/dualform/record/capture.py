@@ -189,7 +189,7 @@ class LayerCapture:
         if not self.place.fits(weight):
             return
         for use in uses:
-            if use.keys.numel() and (
+            if use.given.numel() and (
                 use.node is not None or self._is_compiled(output, held is not weight, trained)
             ):
                 self._await(watched, use, output, trained)
@@ -202,7 +202,7 @@ class LayerCapture:
         self._attach_to(trained)
         annotations = tape.annotations
         said = watched.use if watched.use and annotations.leaves(USE) else None
-        width, dtype = self.spec.d_in, _key_dtype(use.keys, output, use.node)
+        width, dtype = self.spec.d_in, _key_dtype(use.given, output, use.node)
         if watched.kind.one_hot:
             width, dtype = watched.kind.shape(watched.module)[0], PLACES
         key, leading = keys_of(use, tape.pool, width, dtype)

@@ -26,7 +26,7 @@ _FEW_BYTES = 4 << 20
 def keys_of(use: Use, pool: Pool, width: int, dtype: torch.dtype) -> tuple[Buffer, tuple[int, ...]]:
     """A copy of a use's keys, and their leading axes; of a convolution its input, where that is
     smaller."""
-    windows, given, patches = use.windows, use.keys, None
+    windows, given, patches = use.windows, use.given, None
     leading: tuple[int, ...] = tuple(given.shape)[:-1]
     if windows is not None:
         patches = Patches(
@@ -41,14 +41,14 @@ def keys_of(use: Use, pool: Pool, width: int, dtype: torch.dtype) -> tuple[Buffe
         )
         leading = (len(given), patches.rows) if windows.batched else (patches.rows,)
         if not patches.pays:
-            given, patches = windows.cut(given), None
+            given, patches = use.keys, None
     key: Buffer
     if patches is None:
         key = pool.take(math.prod(leading), width, dtype)
     else:
         key = InputBuffer(pool, len(given), patches, dtype)
     key.copy(given)
-    key.given = not use.keys.requires_grad
+    key.given = not use.given.requires_grad
     return key, leading
 
 

@@ -145,7 +145,7 @@ class Watch:
             for each in use.kind.uses(use.module, args, kwargs, output, weight, None):
                 if each.node is None:
                     continue
-                keys = each.whole_keys().detach()
+                keys = each.keys.detach()
                 if keys.dtype == torch.float64:
                     raise FailedPreconditionError(
                         "a layer sees float64; keys and queries are float32: run the model with "

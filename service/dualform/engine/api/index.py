@@ -151,7 +151,7 @@ class Index(Keywords):
             gpu_memory: How much of each GPU's memory may be taken: a share, or bytes.
             devices: Those of several indexes, in place of `device` and `gpu_memory`.
             use_faiss: Let FAISS search whole shards on the CPU where it can; False scans there with
-                torch, and for up to three queries with FAISS's loop over rows, if it is installed.
+                torch, and loads no FAISS.
             shards: For each row space the numbers of those of its shards to open, ascending; None
                 for all. Of a part, weights, sums of rows and contributions of SGD's family are
                 those of its rows; whole outputs, and what has to see every step, are not.
