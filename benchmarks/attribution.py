@@ -50,7 +50,7 @@ def main() -> None:
     arguments = parser.parse_args()
     results: list[dict[str, Any]] = []
     if arguments.index is not None:
-        with Index.open(arguments.index, use_faiss=False) as index:
+        with Index.open(arguments.index) as index:
             results += compare(index, arguments.rounds)
     if arguments.data is not None:
         asked = (arguments.data, arguments.scratch, arguments.steps, arguments.examples)
