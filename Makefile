@@ -16,6 +16,9 @@ WORKERS ?= 2
 # commit, and no test is about the disk.
 TEST_IN = $(if $(TMPDIR),,$(shell df -Pk /dev/shm 2>/dev/null | awk 'NR == 2 && $$4 > 8000000 {print "/dev/shm"}'))
 KEEP_FAILED := -o tmp_path_retention_policy=failed
+# Tests start processes by the hundred: each would compile what it imports, where the environment says
+# that nobody keeps it.
+KEEP_COMPILED := PYTHONDONTWRITEBYTECODE=
 # What is tested with other versions than those of .venv.
 FIVE := tests/store tests/index tests/engine tests/serve tests/client
 # What has many random cases: a few of them belong to make test.
@@ -39,7 +42,7 @@ demo: $(DEMO) ## The whole job once on real digits: record, build, verify, serve
 	@$(BIN)/python examples/digits_demo.py demo
 
 test: $(STAMP) ## All tests; those that need MNIST take it from DUALFORM_DATA (default ../shared/data) or skip
-	$(if $(TEST_IN),TMPDIR=$(TEST_IN)) $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=worksteal $(KEEP_FAILED) $(PYTEST_ARGS)
+	$(KEEP_COMPILED) $(if $(TEST_IN),TMPDIR=$(TEST_IN)) $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadscope $(KEEP_FAILED) $(PYTEST_ARGS)
 
 test-lowest: $(STAMP) ## The tests of five parts with the oldest versions that pyproject.toml names (PYTHON: 3.10 or 3.11)
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info[:2] in [(3, 10), (3, 11)] else "the oldest versions have wheels for Python 3.10 and 3.11; this is " + sys.version.split()[0] + ": make test-lowest PYTHON=python3.11")'
@@ -54,7 +57,7 @@ test-matrix: ## The same tests with each Python from 3.10 to 3.14 that is instal
 	bash scripts/matrix.sh $(FIVE) $(PYTEST_ARGS)
 
 soak: $(STAMP) ## Very many of each: operations against a model, kills, random inputs, 64 clients for ten minutes (hours; DUALFORM_SOAK=0.1 for a tenth)
-	$(if $(SOAK_IN),TMPDIR=$(SOAK_IN)) DUALFORM_SOAK=$(or $(DUALFORM_SOAK),1) $(BIN)/python -m pytest --capture=no --timeout=14400 $(KEEP_FAILED) $(SOAK) $(PYTEST_ARGS)
+	$(KEEP_COMPILED) $(if $(SOAK_IN),TMPDIR=$(SOAK_IN)) DUALFORM_SOAK=$(or $(DUALFORM_SOAK),1) $(BIN)/python -m pytest --capture=no --timeout=14400 $(KEEP_FAILED) $(SOAK) $(PYTEST_ARGS)
 
 interop: $(STAMP) ## Clients of others, Node's and grpc-requests, ask every rpc over TLS with a token (needs node, npm and openssl; installs into build/)
 	mkdir -p build/interop

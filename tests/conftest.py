@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,8 +23,16 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Files of tests that take tens of seconds each.
-LONGEST = ("test_experiments.py", "test_building.py", "test_site.py")
+# Folders whose tests stay with one worker: what they share, Ray's processes, takes long to start.
+TOGETHER = ("tests/machines",)
+# What takes longest, a folder of those or a file, longest first.
+LONGEST = (
+    "tests/machines",
+    "tests/project/test_experiments.py",
+    "tests/project/test_site.py",
+    "tests/project/test_release.py",
+    "tests/cli/test_index.py",
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = Path(os.environ.get("DUALFORM_DATA", ROOT.parent / "shared" / "data"))
@@ -39,10 +49,30 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.update(dict.fromkeys(LEFT_TO_US, str(share)))
 
 
+def unit(nodeid: str) -> str:
+    """The tests that one worker runs in a row: those of a file, or of a folder in TOGETHER."""
+    file = nodeid.split("::")[0]
+    return next((folder for folder in TOGETHER if file.startswith(f"{folder}/")), file)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes longest begins first, so that no worker is left with it at the end."""
-    items.sort(key=lambda item: item.path.name not in LONGEST)
+    ranks = {name: rank for rank, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: ranks.get(unit(item.nodeid), len(ranks)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Workers take a file at a time: none trains again for a part of one what its fixtures hold."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class InOrder(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return unit(nodeid)
+
+    config.option.loadscopereorder = False  # the files in the order they are in, longest first
+    return InOrder(config, log)
 
 
 def pytest_collection_finish() -> None:
@@ -71,6 +101,15 @@ def pytest_runtest_makereport(
         report.outcome = "failed"
         report.longrepr = f"skipped, although the data sets are in {DATA}: {report.longrepr}"
     return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
+    """No test changes what `warm` may fork: every later one would start fresh processes, in seconds
+    each, and none would tell."""
+    yield
+    warm = sys.modules.get("warm")
+    assert warm is None or warm.fits(), f"{item.nodeid} leaves its variables in the environment"
 
 
 @pytest.fixture(scope="session")

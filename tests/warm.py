@@ -31,6 +31,8 @@ from typing import IO, Any
 SECONDS = 300
 # What somebody reads while it is imported; other variables are the fork's own.
 _READ_AT_IMPORT = ("GRPC_", "LANG", "LC_", "MPL", "OMP_", "PYTHON")
+# Where a debugger begins, which is read when one is asked for; Ray sets it in its driver for good.
+_READ_LATER = ("PYTHONBREAKPOINT",)
 
 
 class Process:
@@ -231,7 +233,11 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def _environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name.startswith(_READ_AT_IMPORT)}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(_READ_AT_IMPORT) and name not in _READ_LATER
+    }
 
 
 # Before any test has changed it.

@@ -77,7 +77,7 @@ def test_a_commit_is_checked_by_what_lint_runs() -> None:
 
 
 def test_two_processes_share_the_tests_unless_one_is_asked_for() -> None:
-    assert "--numprocesses=2 --dist=worksteal" in make("--dry-run", "test").stdout
+    assert "--numprocesses=2 --dist=loadscope" in make("--dry-run", "test").stdout
     assert "--numprocesses=0 " in make("--dry-run", "test", "WORKERS=0").stdout
 
 
