@@ -10,8 +10,8 @@ from synthetic import make_index
 
 from dualform.engine.devices.place import Pace, Paces
 
-FAST = Paces(*[Pace(1e-6, 1e-12, 1e-13)] * 3, upload=1e-12)
-SLOW = Paces(*[Pace(1.0, 1e-3, 1e-3)] * 3, upload=1e-3)
+FAST = Paces(*[Pace(1e-6, 1e-12, 1e-13)] * 4, upload=1e-12)
+SLOW = Paces(*[Pace(1.0, 1e-3, 1e-3)] * 4, upload=1e-3)
 WAIT = 20.0
 """Seconds that rows may take to be where they belong."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,13 +14,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from standing_in import FAST, WAIT, repeats, tf32
+from standing_in import FAST, WAIT, Failing, repeats, tf32
 from synthetic import make_index
 
 from dualform.client import Residence
 from dualform.client._info import index_of
 from dualform.engine import Index
+from dualform.engine.devices import gpu, self_test
 from dualform.engine.devices.devices import Devices
+from dualform.engine.devices.place import Pace, Paces
 from dualform.engine.devices.placement import Wish, placed
 from dualform.engine.devices.stand_in import StandIn
 from dualform.engine.errors import (
@@ -118,6 +121,63 @@ def test_devices_that_are_not_there(memory: tuple[Path, np.ndarray]) -> None:
     with Index.open(memory[0], device="auto") as index:
         assert index.devices.why_not() == "torch finds no GPU"
         assert index.top_k("fc", memory[1][:1], 3).plan.strategy != "device"
+
+
+def test_a_faiss_that_cannot_be_loaded_leaves_the_cpu(
+    memory: tuple[Path, np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """faiss-gpu without the CUDA libraries that it needs raises a RuntimeError, not ImportError."""
+
+    class Finder:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "faiss":
+                raise RuntimeError("faiss-gpu installed but nvidia-cublas-cu12 is missing")
+
+    monkeypatch.setattr(gpu, "gpus", lambda: 1)
+    monkeypatch.delitem(sys.modules, "faiss", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
+    assert "nvidia-cublas-cu12 is missing" in str(Devices.find("auto").why_not())
+    with pytest.raises(ValueError, match=r"nvidia-cublas-cu12 is missing.*; or use device: cpu"):
+        Devices.find("cuda:0")
+
+
+def test_rows_that_leave_give_their_memory_back(memory: tuple[Path, np.ndarray]) -> None:
+    """To whoever else uses the GPU, once nobody computes there; torch would keep it."""
+    device = StandIn()
+    given: list[int] = []
+    device.give_back = lambda: given.append(device.free())  # type: ignore[method-assign]
+    devices = Devices([device], 64 << 20, paces=FAST)
+    with Index.open(memory[0], devices=devices) as index:
+        assert devices.settle(WAIT)
+        assert given == []
+        devices.remove(index.layers.values())
+        assert devices.settle(WAIT)
+        assert given == [device.memory]
+    devices.close()
+
+
+def test_a_device_without_room_for_itself_is_refused(memory: tuple[Path, np.ndarray]) -> None:
+    failing = Failing()
+    failing.at, failing.error = "prepare", RuntimeError("80 MiB of stand-in:0 are free")
+    devices = Devices([StandIn(before=failing)], 64 << 20, paces=FAST)
+    assert devices.places == []
+    with Index.open(memory[0], devices=devices) as index:
+        found = index.top_k("fc", memory[1][:1], 3)
+        assert found.plan.strategy != "device"
+        assert "80 MiB of stand-in:0 are free" in str(devices.why_not())
+
+
+def test_paces_between_those_measured() -> None:
+    """A GPU sorts what it finds: many rows take longer than few, by what was measured of both."""
+    few, most, other = Pace(1.0, 2.0, 3.0), Pace(3.0, 2.0, 7.0), Pace(0.0, 0.0, 0.0)
+    paces = Paces(few, most, other, other, upload=0.0)
+    assert paces.finding(1) == paces.finding(10) == few
+    assert paces.finding(2048) == most
+    assert paces.finding(1029) == Pace(2.0, 2.0, 5.0)
+    measured = self_test.measured(StandIn(), 8 << 20, 1 << 20)
+    for pace in (measured.nearest, measured.furthest, measured.sums, measured.outputs):
+        assert pace.call > 0
+    assert measured.upload > 0
 
 
 @settings(max_examples=200, deadline=None)

@@ -14,6 +14,8 @@ from dualform.client import parse_filter
 from dualform.engine import Index
 from dualform.engine.devices import gpu, self_test
 from dualform.engine.devices.devices import Devices
+from dualform.engine.devices.held import load, streamed
+from dualform.engine.devices.place import Pace, Paces, Place
 from dualform.engine.devices.work import Block, Nearest, Part
 
 pytestmark = pytest.mark.skipif(
@@ -21,6 +23,8 @@ pytestmark = pytest.mark.skipif(
     reason="needs a CUDA GPU, and faiss-gpu",
 )
 WAIT = 120.0
+SCRATCH = 256 << 20
+UNKNOWN = Paces(*[Pace(0.0, 0.0, 0.0)] * 4, upload=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +46,9 @@ def memory(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def device() -> gpu.Gpu:
-    return gpu.Gpu(0)
+    found = gpu.Gpu(0)
+    found.prepare(SCRATCH)
+    return found
 
 
 def test_the_self_test_passes(device: gpu.Gpu) -> None:
@@ -62,17 +68,85 @@ def test_tf32_is_found_out(device: gpu.Gpu) -> None:
 def test_faiss_reads_what_torch_wrote_without_a_copy(device: gpu.Gpu) -> None:
     """Rows written just before on torch's stream are found, and the memory in use is torch's."""
     keys = device.empty(200_000, 256)
-    free = device.free()
     queries = torch.randn(4, 256)
+    free = 0
     with device.current():
         for turn in range(20):
             keys.normal_()
             keys[turn] = 100 * queries[0].to(device.where)
-            work = Nearest(device, queries, 5, 64 << 20)
+            work = Nearest(device, queries, 5, SCRATCH)
             for _ in work.take(Part(Block(keys, None))):
                 pass
             assert work.result()[1][0, 0] == turn
+            free = free or device.free()  # with all that CUDA's libraries take once
     assert free - device.free() < keys.nbytes // 2
+
+
+def test_a_search_takes_no_more_than_its_scratch(
+    device: gpu.Gpu, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """FAISS says so where it takes memory beside what it has at hand."""
+    keys = device.empty(600_000, 40).normal_()
+    device._resources.setLogMemoryAllocations(True)
+    try:
+        with device.current():
+            for n, k in ((1, 10), (700, 10), (300, 2048)):
+                work = Nearest(device, torch.randn(n, 40), k, SCRATCH)
+                for _ in work.take(Part(Block(keys, None))):
+                    pass
+                assert work.result()[1].shape == (n, k)
+    finally:
+        device._resources.setLogMemoryAllocations(False)
+    said = capfd.readouterr().out
+    assert "alloc ok" in said  # it does say what it takes
+    assert "no temp space" not in said
+
+
+def test_rows_come_to_memory_that_is_not_in_use_any_more(
+    memory: tuple[Path, np.ndarray], device: gpu.Gpu
+) -> None:
+    """What was computed with a tensor that is no more goes on when its memory is given to rows."""
+    path, keys = memory
+    place = Place(device, 1 << 30, SCRATCH, UNKNOWN)
+    with Index.open(path, device="cpu") as index:
+        layer = index.layers["fc"]
+        for _ in range(5):
+            with place.used():
+                before = device.empty(*keys.shape).fill_(1.0)
+                busy = torch.ones((4096, 4096), device=device.where)
+                for _ in range(20):  # the GPU is at work for a while
+                    busy = busy @ busy * 1e-4
+                total = before.sum(dtype=torch.float64)
+                del before
+            rows = load(place, layer, [0, 1, 2, 3], values=False)
+            assert float(total) == keys.size
+            for first, shard in zip((0, 16_000, 32_000, 48_000), layer.shards, strict=True):
+                found = rows[first : first + shard.rows].cpu()
+                assert torch.equal(found, shard.keys.pick(slice(None)))
+            del rows
+
+
+def test_rows_stream_through_while_others_are_computed_with(
+    memory: tuple[Path, np.ndarray], device: gpu.Gpu
+) -> None:
+    path, keys = memory
+    place = Place(device, 1 << 30, 8 << 20, UNKNOWN)
+    sums = []
+    with Index.open(path, device="cpu") as index, place.used():
+        for _, block in streamed(place, index.layers["fc"], [0, 1, 2, 3], values=True):
+            assert block.values is not None
+            # Both are read long after they came, if the GPU is as slow as that.
+            busy = torch.ones((2048, 2048), device=device.where)
+            for _ in range(5):
+                busy = busy @ busy * 1e-4
+            sums.append(torch.stack([block.keys.double().sum(), block.values.double().sum()]))
+        found = torch.stack(sums).sum(dim=0).cpu().numpy()
+        layer = index.layers["fc"]
+        values = np.concatenate([each.values.pick(slice(None)) for each in layer.shards])
+    assert len(sums) > 10
+    np.testing.assert_allclose(
+        found, [keys.sum(dtype=np.float64), values.sum(dtype=np.float64)], rtol=1e-9
+    )
 
 
 @pytest.mark.parametrize("order", ["largest", "smallest", "absolute"])

@@ -109,4 +109,5 @@ _NO_MEMORY = (
     "std::bad_alloc",  # FAISS
     "Failed to cudaMalloc",  # FAISS on a GPU
     "StandardGpuResources: alloc fail",
+    "CUDA memory allocation error",  # FAISS with cuVS
 )

@@ -124,6 +124,7 @@ class Devices:
             self._add(device, memory, paces)
         self.cpu_pace = self_test.cpu_pace() if self.places else 1.0
         self._known: dict[int, _Known] = {}
+        self._filled: dict[Place, int] = {}
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._dirty = self._closed = False
@@ -182,9 +183,9 @@ class Devices:
             whole = min(whole, _free(device, whole))
             scratch = min(MOST_SCRATCH, whole // 8)
             budget = whole - 3 * scratch  # FAISS's, ours, and what is streamed
-            device.bound_scratch(scratch)
+            device.prepare(scratch)
             reason = self_test.wrong(device)
-            found = paces or self_test.measured(device, budget)
+            found = paces or self_test.measured(device, budget, scratch)
         except Exception as error:  # a driver's, or FAISS's: whatever it is, the CPU answers
             reason = f"{type(error).__name__}: {error}"
         if reason is not None:
@@ -339,14 +340,29 @@ class Devices:
             while True:
                 with self._changed:
                     self._changed.wait_for(lambda: self._dirty or self._closed)
-                    if self._closed:
-                        return
-                    todo = self._todo()
-                    if todo is None:
-                        self._dirty = False
-                        self._changed.notify_all()
-                        continue
-                self._bring(*todo)
+                    closed, todo = self._closed, None if self._closed else self._todo()
+                    emptied = self._emptied()
+                for place in emptied:
+                    place.give_back()
+                if closed:
+                    return
+                if todo is None:
+                    self._settled()
+                else:
+                    self._bring(*todo)
+
+    def _settled(self) -> None:
+        """Nothing is left to do, unless something came meanwhile."""
+        with self._lock:
+            if self._todo() is None:
+                self._dirty = False
+                self._changed.notify_all()
+
+    def _emptied(self) -> list[Place]:
+        """The places that hold less than when this was last asked."""
+        before, now = self._filled, dict(zip(self.places, self._used(), strict=True))
+        self._filled = now
+        return [place for place in self.places if now[place] < before.get(place, 0)]
 
     def _todo(self) -> tuple[_Known, Place, Lot, bool] | None:
         """Whose keys or values are to be loaded next; lets go of what is held no more."""

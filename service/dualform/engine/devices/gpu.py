@@ -12,6 +12,11 @@ from typing import Any
 
 import torch
 
+from dualform.engine.devices.device import Moment, Stream, check_search
+
+_LEAST_FREE = 512 << 20
+"""With fewer bytes free FAISS may find no room for what cuBLAS needs, and then ends the process."""
+
 
 class Gpu:
     """A GPU; see `Device`.
@@ -30,12 +35,31 @@ class Gpu:
         self._number = number
         self._faiss: Any = faiss
         self._resources: Any = faiss.StandardGpuResources()
+        # 256 MiB of the host's otherwise, for copies that FAISS is not asked to make.
+        self._resources.setPinnedMemory(0)
 
     def free(self) -> int:
-        return int(torch.cuda.mem_get_info(self.where)[0])
+        # torch keeps what tensors had, and gives it to the next.
+        kept = torch.cuda.memory_reserved(self.where) - torch.cuda.memory_allocated(self.where)
+        return int(torch.cuda.mem_get_info(self.where)[0]) + max(0, kept)
 
-    def bound_scratch(self, size: int) -> None:
-        self._resources.setTempMemory(size)
+    def prepare(self, scratch: int) -> None:
+        self.give_back()
+        free = int(torch.cuda.mem_get_info(self.where)[0])
+        if free < _LEAST_FREE + scratch:
+            raise RuntimeError(
+                f"{free >> 20:,} MiB of {self.name} are free; CUDA's libraries and a search need "
+                f"{(_LEAST_FREE + scratch) >> 20:,} MiB"
+            )
+        self._resources.setTempMemory(scratch)
+        with torch.cuda.device(self.where):
+            # Now, not by the first search: FAISS does not bear to be asked again where its own
+            # memory was not to be had.
+            self._resources.getDefaultStream(self._number)
+
+    def give_back(self) -> None:
+        with torch.cuda.device(self.where):
+            torch.cuda.empty_cache()
 
     @contextmanager
     def current(self) -> Iterator[None]:
@@ -56,9 +80,13 @@ class Gpu:
     def empty(self, rows: int, width: int) -> torch.Tensor:
         return torch.empty((rows, width), dtype=torch.float32, device=self.where)
 
+    def stream(self) -> Stream:
+        return CudaStream(self.where)
+
     def nearest(
         self, keys: torch.Tensor, queries: torch.Tensor, k: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        check_search(keys, queries, k, self.where)
         faiss = self._faiss
         scores = torch.empty((len(queries), k), dtype=torch.float32, device=self.where)
         places = torch.empty((len(queries), k), dtype=torch.int64, device=self.where)
@@ -78,6 +106,42 @@ class Gpu:
         return scores, places
 
 
+class CudaStream:
+    """A stream of a GPU; see `Stream`.
+
+    Args:
+        where: The GPU.
+    """
+
+    def __init__(self, where: torch.device) -> None:
+        self._where = where
+        self._stream = torch.cuda.Stream(where)
+
+    def pinned(self, numbers: int) -> torch.Tensor:
+        return torch.empty(numbers, dtype=torch.float32, device="cpu", pin_memory=True)
+
+    def copy(self, host: torch.Tensor, out: torch.Tensor) -> Moment:
+        done = torch.cuda.Event()
+        with torch.cuda.stream(self._stream):
+            out.copy_(host, non_blocking=True)
+            done.record(self._stream)
+        return done
+
+    def computed(self) -> torch.cuda.Event:
+        moment = torch.cuda.Event()
+        moment.record(torch.cuda.current_stream(self._where))
+        return moment
+
+    def follow(self, computed: torch.cuda.Event) -> None:
+        self._stream.wait_event(computed)
+
+    def lead(self) -> None:
+        torch.cuda.current_stream(self._where).wait_stream(self._stream)
+
+    def synchronize(self) -> None:
+        self._stream.synchronize()
+
+
 def gpus() -> int:
     """How many GPUs torch finds here."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -90,8 +154,8 @@ def without_faiss(last: int = 0) -> str | None:
     """
     try:
         import faiss
-    except ImportError as error:
-        return f"FAISS is not installed ({error})"
+    except (ImportError, RuntimeError) as error:  # the latter without CUDA 12's libraries
+        return f"FAISS cannot be loaded ({error})"
     if not hasattr(faiss, "StandardGpuResources"):
         return "the FAISS that is installed has no GPU part: install [gpu] in place of [cpu]"
     found = faiss.get_num_gpus()

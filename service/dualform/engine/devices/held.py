@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from dualform.engine.devices.device import Moment
 from dualform.engine.devices.place import Place
 from dualform.engine.devices.work import Block
 from dualform.engine.memory.layer import Layer
@@ -77,6 +78,8 @@ def load(
     with place.beside():
         room = place.device.empty(rows, layer.d_out if values else layer.d_in)
         with _Copies(place) as copies:
+            # What was computed with this memory before.
+            copies.stream.follow(copies.stream.computed())
             first = 0
             for shard in chosen:
                 file = shard.values if values else shard.keys
@@ -115,7 +118,7 @@ def streamed(
         def bring(turn: int) -> Block:
             piece, (keys, room) = pieces[turn], rooms[turn % 2]
             shard = layer.shards[piece.shard]
-            copies.follow()  # what was computed with this room before
+            copies.stream.follow(free[turn % 2])
             copies.bring(shard.keys, piece.first, keys[: piece.rows], stop)
             if room is None:
                 return Block(keys[: piece.rows], None)
@@ -123,11 +126,14 @@ def streamed(
             copies.bring(shard.values, piece.first, room[: piece.rows], stop)
             return Block(keys[: piece.rows], room[: piece.rows])
 
+        # When each room's last use is over: copies into one go on while the other is computed with.
+        free = [copies.stream.computed()] * 2
         ahead = bring(0)
         for turn, piece in enumerate(pieces):
             block = ahead
-            copies.lead()
+            copies.stream.lead()
             yield piece, block
+            free[turn % 2] = copies.stream.computed()
             if turn + 1 < len(pieces):
                 ahead = bring(turn + 1)
 
@@ -136,26 +142,19 @@ class _Copies:
     """Copies rows to a device through two pinned buffers, on a stream of their own."""
 
     def __init__(self, place: Place) -> None:
-        self._device = place.device.where
-        self._cuda = self._device.type == "cuda"
+        self.stream = place.device.stream()
         numbers = min(STAGING_BYTES, max(1 << 16, place.scratch // 4)) // 4
-        self._buffers = [
-            torch.empty(numbers, dtype=torch.float32, device="cpu", pin_memory=self._cuda)
-            for _ in range(2)
-        ]
+        self._buffers = [self.stream.pinned(numbers) for _ in range(2)]
+        self._copied: list[Moment | None] = [None, None]
         self._turn = 0
-        if self._cuda:
-            self._stream = torch.cuda.Stream(self._device)
-            self._copied = [torch.cuda.Event(), torch.cuda.Event()]
 
     def __enter__(self) -> _Copies:
         return self
 
     def __exit__(self, *_: object) -> None:
         """What comes after on the device comes after the copies; buffers are free then."""
-        if self._cuda:
-            self.lead()
-            self._stream.synchronize()
+        self.stream.lead()
+        self.stream.synchronize()
 
     def bring(self, file: RowFile, start: int, out: torch.Tensor, stop: Stop | None) -> None:
         """Copy a file's rows from this one on to `out`, float32 [rows, d] on the device."""
@@ -165,31 +164,12 @@ class _Copies:
             check_stop(stop)
             last = min(first + step, len(out))
             size = (last - first) * file.d
-            buffer = self._buffers[self._turn]
-            if len(buffer) < size:  # a row is longer than the buffer
-                buffer = torch.empty(size, dtype=torch.float32, device="cpu")
-            elif self._cuda:
-                self._copied[self._turn].synchronize()
-            host = file.copy(
-                slice(start + first, start + last), buffer[:size].view(last - first, file.d)
-            )
-            self._copy(host, out[first:last])
+            copied = self._copied[self._turn]
+            if copied is not None:
+                copied.synchronize()
+            if len(self._buffers[self._turn]) < size:  # a row is longer than the buffer
+                self._buffers[self._turn] = self.stream.pinned(size)
+            buffer = self._buffers[self._turn][:size].view(last - first, file.d)
+            host = file.copy(slice(start + first, start + last), buffer)
+            self._copied[self._turn] = self.stream.copy(host, out[first:last])
             self._turn = 1 - self._turn
-
-    def _copy(self, host: torch.Tensor, out: torch.Tensor) -> None:
-        if not self._cuda:
-            out.copy_(host)
-            return
-        with torch.cuda.stream(self._stream):
-            out.copy_(host, non_blocking=True)
-            self._copied[self._turn].record(self._stream)
-
-    def lead(self) -> None:
-        """What is computed from here on comes after the copies so far."""
-        if self._cuda:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
-
-    def follow(self) -> None:
-        """What is copied from here on comes after what was computed so far."""
-        if self._cuda:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))

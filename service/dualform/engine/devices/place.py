@@ -5,16 +5,19 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import astuple, dataclass, field
 
 from dualform._errors import DualformError
-from dualform.engine.devices.device import Device, OnDeviceError
+from dualform.engine.devices.device import MAX_K, Device, OnDeviceError
 from dualform.engine.errors import (
     FailedPreconditionError,
     ResourceExhaustedError,
     ran_out_of_memory,
 )
+
+FEW = 10
+"""Rows that a search finds where it is measured how long that takes."""
 
 LOG = logging.getLogger("dualform.engine")
 
@@ -46,16 +49,24 @@ class Paces:
     """What was measured of a device.
 
     Attributes:
-        nearest: To find rows.
+        nearest: To find `FEW` rows for each query.
+        furthest: To find `MAX_K`: a GPU sorts what it finds.
         sums: To add up weights.
         outputs: To add up weighted values, of keys and values.
         upload: Seconds per byte that is copied there.
     """
 
     nearest: Pace
+    furthest: Pace
     sums: Pace
     outputs: Pace
     upload: float
+
+    def finding(self, k: int) -> Pace:
+        """To find k rows for each query: between what was measured."""
+        share = min(1.0, max(0, k - FEW) / (MAX_K - FEW))
+        few, many = astuple(self.nearest), astuple(self.furthest)
+        return Pace(*[a + share * (b - a) for a, b in zip(few, many, strict=True)])
 
 
 @dataclass(eq=False)
@@ -121,6 +132,12 @@ class Place:
                 raise OnDeviceError(self._out_of_memory(error)) from None
             self.refuse(f"{type(error).__name__}: {error}")
             raise OnDeviceError(self._failed(str(self.refused))) from None
+
+    def give_back(self) -> None:
+        """Rows have left: what they took is free once nobody computes with it."""
+        if self.refused is None:
+            with self.lock, suppress(OnDeviceError), self._guarded(self.device.aside()):
+                self.device.give_back()
 
     def _failed(self, reason: str) -> FailedPreconditionError:
         return FailedPreconditionError(

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
 
-from dualform.engine.devices.device import Device
-from dualform.engine.devices.place import Pace, Paces
+from dualform.engine.devices.device import MAX_K, Device
+from dualform.engine.devices.place import FEW, Pace, Paces
 from dualform.engine.devices.work import Block, Nearest, Part, Totals
 from dualform.engine.memory.exact import error_bound
 from dualform.engine.memory.weights import tile_weights
@@ -22,7 +23,7 @@ from dualform.engine.plan.costs import scan_seconds
 
 _ROWS, _QUERIES, _K = 2048, 16, 64
 _LENGTHS = (3, 64, 1000)
-_TIMED_BYTES = 64 << 20
+_TIMED_BYTES, _UPLOADED_BYTES = 512 << 20, 32 << 20
 _SCRATCH = 16 << 20
 
 
@@ -89,34 +90,41 @@ def _sums_wrong(device: Device, keys: np.ndarray, queries: np.ndarray) -> str | 
     return None
 
 
-def measured(device: Device, budget: int) -> Paces:
-    """How fast the device is, by the work that questions do there."""
+def measured(device: Device, budget: int, scratch: int) -> Paces:
+    """How fast the device is, by the work that questions do there.
+
+    Of rows beyond what it may keep in a cache, and of which any may be the best: a GPU finds equal
+    ones sooner.
+    """
     d = 256
     rows = max(256, min(_TIMED_BYTES, budget // 4) // (8 * d))
-    block = _block(device, np.ones((rows, d), np.float32), np.ones((rows, d), np.float32))
+    random = torch.Generator(device.where).manual_seed(0)
+    with device.current():
+        block = Block(*[device.empty(rows, d).uniform_(generator=random) for _ in range(2)])
     few = Block(block.keys[:64], block.values)
     factors = np.ones((rows, 2))
 
-    def nearest(part: Block, n: int) -> None:
-        work = Nearest(device, torch.ones((n, d)), 10, _SCRATCH)
+    def finding(k: int, part: Block, n: int) -> None:
+        work = Nearest(device, torch.ones((n, d)), k, scratch)
         for _ in work.take(Part(part)):
             pass
         work.result()
 
     def sums(part: Block, n: int) -> None:
-        work = Totals(device, torch.ones((n, d)), 1, 0, False, _SCRATCH)
+        work = Totals(device, torch.ones((n, d)), 1, 0, False, scratch)
         for _ in work.take(Part(part)):
             pass
         work.result()
 
     def outputs(part: Block, n: int) -> None:
-        work = Totals(device, torch.ones((n, d)), 1, d, False, _SCRATCH)
+        work = Totals(device, torch.ones((n, d)), 1, d, False, scratch)
         for _ in work.take(Part(part, factors=factors[: len(part.keys)])):
             pass
         work.result()
 
-    host = torch.ones((rows, d), dtype=torch.float32, device="cpu")
-    room = block.keys
+    size = min(rows, _UPLOADED_BYTES // (4 * d))
+    host = torch.ones((size, d), dtype=torch.float32, device="cpu")
+    room = block.keys[:size]
 
     def upload() -> None:
         room.copy_(host)
@@ -124,9 +132,10 @@ def measured(device: Device, budget: int) -> Paces:
 
     with device.current():
         return Paces(
-            _pace(nearest, few, block, room.nbytes),
-            _pace(sums, few, block, room.nbytes),
-            _pace(outputs, few, block, 2 * room.nbytes),
+            _pace(partial(finding, FEW), few, block, block.keys.nbytes),
+            _pace(partial(finding, MAX_K), few, block, block.keys.nbytes),
+            _pace(sums, few, block, block.keys.nbytes),
+            _pace(outputs, few, block, 2 * block.keys.nbytes),
             _seconds(upload) / room.nbytes,
         )
 

@@ -1,12 +1,34 @@
-"""Host memory that stands in for a GPU: budgets, placement and failures where there is no card."""
+"""Host memory that stands in for a GPU: budgets, placement and failures where there is no card.
+
+It is as strict as a GPU where that can be told in host memory: a search that FAISS would take other
+numbers for is refused, a copy comes no earlier than somebody waits for it, and one into memory
+whose last use was not waited for is an error.
+"""
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
+
+from dualform.engine.devices.device import Stream, check_search
+
+
+@dataclass
+class _Room:
+    """Memory that was taken.
+
+    Attributes:
+        nbytes: How much.
+        used: When something was last computed with it, or with what had it before.
+    """
+
+    nbytes: int
+    used: int
 
 
 class StandIn:
@@ -18,6 +40,9 @@ class StandIn:
         before: Called with the name of each operation before it runs: raises what a device would.
         rounded: What becomes of keys and queries before they are multiplied, on a device that
             rounds.
+
+    Attributes:
+        waits: How often somebody waited for copies.
     """
 
     title = "host memory"
@@ -32,17 +57,22 @@ class StandIn:
         self.name = f"stand-in:{number}"
         self.where = torch.device("cpu")
         self.memory = memory
+        self.waits = 0
         self._before = before
         self._rounded = rounded
-        self._taken: list[weakref.ref[torch.Tensor]] = []
+        self._lock = threading.Lock()
+        self._rooms: dict[int, _Room] = {}
+        self._now = 0
 
     def free(self) -> int:
-        tensors = [(ref, ref()) for ref in self._taken]
-        self._taken = [ref for ref, tensor in tensors if tensor is not None]
-        return self.memory - sum(tensor.nbytes for _, tensor in tensors if tensor is not None)
+        with self._lock:
+            return self.memory - sum(room.nbytes for room in self._rooms.values())
 
-    def bound_scratch(self, size: int) -> None:
-        """Nothing to bound: FAISS takes host memory."""
+    def prepare(self, scratch: int) -> None:
+        self._before("prepare")
+
+    def give_back(self) -> None:
+        """Nobody else has the host's memory to spare for."""
 
     @contextmanager
     def current(self) -> Iterator[None]:
@@ -58,9 +88,17 @@ class StandIn:
         self._before("empty")
         if 4 * rows * width > self.free():
             raise torch.OutOfMemoryError(f"{self.name} is out of memory: {rows} x {width} asked")
-        room = torch.empty((rows, width), dtype=torch.float32, device="cpu")
-        self._taken.append(weakref.ref(room))
-        return room
+        # What was there before is of no use to anybody.
+        taken = torch.full((rows, width), torch.nan, dtype=torch.float32, device="cpu")
+        address = taken.data_ptr()
+        with self._lock:
+            self._now += 1
+            self._rooms[address] = _Room(taken.nbytes, self._now)
+        weakref.finalize(taken.untyped_storage(), self._left, address)
+        return taken
+
+    def stream(self) -> Stream:
+        return _Late(self)
 
     def nearest(
         self, keys: torch.Tensor, queries: torch.Tensor, k: int
@@ -68,6 +106,12 @@ class StandIn:
         import faiss
 
         self._before("nearest")
+        check_search(keys, queries, k, self.where)
+        with self._lock:
+            self._now += 1
+            room = self._rooms.get(keys.untyped_storage().data_ptr())
+            if room is not None:
+                room.used = self._now
         scores, places = faiss.knn(
             self._rounded(queries).numpy(),
             self._rounded(keys).numpy(),
@@ -75,3 +119,72 @@ class StandIn:
             metric=faiss.METRIC_INNER_PRODUCT,
         )
         return torch.from_numpy(scores), torch.from_numpy(places)
+
+    def now(self) -> int:
+        """After all that was computed so far."""
+        with self._lock:
+            return self._now
+
+    def used(self, tensor: torch.Tensor) -> int:
+        """When its memory was last computed with."""
+        with self._lock:
+            room = self._rooms.get(tensor.untyped_storage().data_ptr())
+            return 0 if room is None else room.used
+
+    def _left(self, address: int) -> None:
+        with self._lock:
+            self._rooms.pop(address, None)
+
+
+class _Late:
+    """A stream whose copies come when somebody waits for them; see `Stream`."""
+
+    def __init__(self, device: StandIn) -> None:
+        self._device = device
+        self._queue: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._after = self._done = 0
+
+    def pinned(self, numbers: int) -> torch.Tensor:
+        return torch.full((numbers,), torch.nan, dtype=torch.float32, device="cpu")
+
+    def copy(self, host: torch.Tensor, out: torch.Tensor) -> _Moment:
+        self._device._before("copy")
+        if self._device.used(out) > self._after:
+            raise RuntimeError(
+                "a copy into memory that may still be computed with: the stream is to follow first"
+            )
+        self._queue.append((host, out))
+        return _Moment(self, self._done + len(self._queue))
+
+    def computed(self) -> int:
+        return self._device.now()
+
+    def follow(self, computed: int) -> None:
+        self._after = max(self._after, computed)
+
+    def lead(self) -> None:
+        self.arrive(self._done + len(self._queue))
+
+    def synchronize(self) -> None:
+        self._device.waits += 1
+        self.lead()
+
+    def arrive(self, count: int) -> None:
+        """Let so many copies be done, of all there were."""
+        coming = max(0, count - self._done)
+        for host, out in self._queue[:coming]:
+            out.copy_(host)
+        del self._queue[:coming]
+        self._done += coming
+
+
+@dataclass
+class _Moment:
+    """After so many of a stream's copies."""
+
+    stream: _Late
+    count: int
+
+    def synchronize(self) -> None:
+        self.stream._device.waits += 1
+        self.stream.arrive(self.count)

@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from dualform.engine.devices.device import MAX_K, Device
+from dualform.engine.devices.device import MAX_K, Device, queries_at_a_time
 
 FEW_GROUPS = 64
 """Sums of up to so many groups are a float64 product with a matrix that says which group a row is
@@ -68,7 +68,7 @@ class Nearest:
     def __init__(self, device: Device, queries: torch.Tensor, k: int, scratch: int) -> None:
         assert 0 < k <= MAX_K
         self._device, self._k, self._scratch = device, k, scratch
-        self._queries = queries.to(device.where)
+        self._queries = queries.contiguous().to(device.where)
         self._scores: torch.Tensor | None = None
         self._places: torch.Tensor | None = None
         self._before = self._offered = 0
@@ -77,9 +77,12 @@ class Nearest:
         """Search a part; yields between tiles."""
         chosen = _uploaded(part.chosen, self._device)
         for first, last, keys, _ in _tiles(part, chosen, self._step(part), values=False):
-            yield
             k = min(self._k, last - first)
-            scores, places = self._device.nearest(keys, self._queries, k)
+            found = []
+            for queries in self._queries.split(queries_at_a_time(len(keys), k, self._scratch)):
+                yield
+                found.append(self._device.nearest(keys, queries, k))
+            scores, places = (torch.cat(each) for each in zip(*found, strict=True))
             places = places + first if chosen is None else chosen[first:last][places]
             self._keep(scores, places + self._before)
         self._before += len(part.block.keys)
@@ -160,9 +163,10 @@ class Totals:
                 self._add_values(wide, values.double(), part.codes, first, last)
 
     def _step(self, part: Part) -> int:
-        """Rows at a time: gathered, multiplied, and in float64."""
+        """Rows at a time: gathered where not all take part, multiplied, and in float64."""
         values = 0 if part.block.values is None else part.block.values.shape[1]
-        row = 4 * part.block.keys.shape[1] + 12 * values + 24 * len(self._queries)
+        gathered = 4 * part.block.keys.shape[1] if part.chosen is not None else 0
+        row = gathered + 12 * values + 24 * len(self._queries)
         return max(64, self._scratch // (row + 8 * min(len(self._totals), FEW_GROUPS)))
 
     def _add(self, weights: torch.Tensor, codes: torch.Tensor | None) -> None:

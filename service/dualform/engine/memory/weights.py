@@ -83,7 +83,7 @@ def reads_in_place() -> bool:
 def _faiss() -> Any:
     try:
         import faiss
-    except ImportError:  # then keys are copied to where they are aligned
+    except (ImportError, RuntimeError):  # then keys are copied to where they are aligned
         return None
     return faiss
 

@@ -50,7 +50,7 @@ def offer(
     """What devices would do of a top-k; None where none holds, or can be brought, any row."""
     n = queries if ranking.order != "absolute" else torch.cat([queries, queries])
     answers = DeviceAnswers(devices, layer, n, selected, values=False, stop=None)
-    return answers.offer(lambda paces: paces.nearest)
+    return answers.offer(lambda paces: paces.finding(ranking.k))
 
 
 class DeviceScan:
