@@ -16,6 +16,7 @@ class DualformError(Exception):
 
     Attributes:
         code: The canonical gRPC code; "UNKNOWN" where an error is none of a question's.
+        request_id: Under which the server's log has the call that failed; None without a server.
     """
 
     code: ClassVar[str] = "UNKNOWN"
@@ -32,6 +33,7 @@ class DualformError(Exception):
         self.reason = reason or self.code
         self.field = field
         self.retry_after = retry_after
+        self.request_id: str | None = None
 
     def __str__(self) -> str:
         # A KeyError among the bases would show the message in quotes.

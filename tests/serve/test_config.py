@@ -45,6 +45,10 @@ def test_empty_file_is_all_defaults(tmp_path: Path) -> None:
         ("limits: {max_kk: 5}", ["'max_kk'", "max_k", "queued_scans"]),
         ("tls: {certificate: a.pem}", ["tls", "key is missing"]),
         ("tls: {certificate: a.pem, key: b, ca: c}", ["unknown key 'ca'", "client_ca"]),
+        # As templates leave behind whose variable is empty: clients would not be asked for one.
+        ("tls: {certificate: a.pem, key: b, client_ca: ''}", ["tls.client_ca is ''"]),
+        ("tls: {certificate: a.pem, key: b, client_ca: false}", ["tls.client_ca is False"]),
+        ("tls: {certificate: a.pem, key: b, client_ca: []}", ["tls.client_ca is []"]),
         ("tls: {certificate: 3, key: b}", ["tls.certificate", "path"]),
         ("tokens: [a]", ["tokens", "path"]),
         ("open_health: 3", ["open_health", "true and false"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,8 +16,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from synthetic import make_index
 
-from dualform.serve import ConfigError
-from dualform.serve.access import Access
+from dualform.serve import ConfigError, tls
+from dualform.serve.access import Access, Client
 from dualform.serve.config import TlsFiles
 from dualform.serve.tls import Certificates
 from dualform.v1 import attribution_pb2 as pb
@@ -154,6 +155,98 @@ def test_files_of_two_pairs_are_refused(authorities: list[Authority], tmp_path: 
         Certificates(replace(one, client_ca=tmp_path / "empty"))
 
 
+def dated(authority: Authority, name: str, first: str, last: str) -> TlsFiles:
+    """A certificate of the authority, valid between two times (YYYYMMDDHHMMSSZ)."""
+    folder = authority.folder / name
+    folder.mkdir()
+    (folder / "database").write_text("")
+    (folder / "serial").write_text("01")
+    (folder / "configuration").write_text(
+        f"[ca]\ndefault_ca=it\n[it]\ndatabase={folder}/database\nserial={folder}/serial\n"
+        f"new_certs_dir={folder}\ndefault_md=sha256\npolicy=policy\n[policy]\ncommonName=supplied\n"
+    )
+    files, request = TlsFiles(folder / "it.pem", folder / "it.key"), folder / "request"
+    openssl("req", *NEW[1:6], "-subj", f"/CN={name}", "-keyout", files.key, "-out", request)
+    ours = ["-cert", authority.ca, "-keyfile", authority.folder / f"{authority.name}.key"]
+    dates = ["-startdate", first, "-enddate", last, "-in", request, "-out", files.certificate]
+    openssl("ca", "-batch", "-notext", "-config", folder / "configuration", *ours, *dates)
+    return files
+
+
+@pytest.mark.parametrize(
+    ("years", "word"),
+    [
+        (("2020", "2021"), "has expired"),
+        (("2120", "2121"), "is not yet valid"),
+        (("2020", "2121"), None),
+    ],
+)
+def test_a_certificate_that_no_client_would_take_is_refused(
+    authorities: list[Authority], years: tuple[str, str], word: str | None
+) -> None:
+    times = [f"{year}0101000000Z" for year in years]
+    files = dated(authorities[0], "-".join(years), *times)
+    before = Certificates(authorities[0].certificate(f"before {years}"))
+    if word is None:
+        before.reload(files)
+        return
+    for take in (Certificates, before.reload):
+        with pytest.raises(ConfigError, match=f"refused by clients now: .*{word}"):
+            take(files)
+
+
+@pytest.mark.parametrize(
+    "torn", ["-----BEG", "-----BEGIN CERTIFICATE-----\nMIIB", "all but an end"]
+)
+def test_half_of_a_file_of_certificates_is_refused(
+    authorities: list[Authority], tmp_path: Path, torn: str
+) -> None:
+    ours, theirs = authorities
+    files = ours.certificate(f"torn {len(torn)}")
+    both = ours.ca.read_bytes() + theirs.ca.read_bytes()
+    (tmp_path / "ca").write_bytes(both)
+    Certificates(replace(files, client_ca=tmp_path / "ca"))
+    half = both[:-40] if torn.startswith("all") else ours.ca.read_bytes() + torn.encode()
+    (tmp_path / "ca").write_bytes(half)
+    with pytest.raises(ConfigError, match=r"client_ca.* is not whole"):
+        Certificates(replace(files, client_ca=tmp_path / "ca"))
+    (tmp_path / "chain").write_bytes(files.certificate.read_bytes() + half)
+    with pytest.raises(ConfigError, match=r"not whole|no PEM"):
+        Certificates(replace(files, certificate=tmp_path / "chain"))
+
+
+def test_files_that_are_written_while_they_are_read_are_refused(
+    authorities: list[Authority], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, other = (authorities[0].certificate(f"written {name}") for name in "ab")
+    check = tls._check_whole
+
+    def written_meanwhile(*arguments: Any) -> None:
+        check(*arguments)
+        files.key.write_bytes(other.key.read_bytes())
+
+    monkeypatch.setattr(tls, "_check_whole", written_meanwhile)
+    with pytest.raises(ConfigError, match="changed while they were read"):
+        Certificates(files)
+
+
+@pytest.mark.parametrize("key", ["tls.key", "tls.certificate", "tls.client_ca", "tokens"])
+def test_what_is_no_regular_file_is_refused_at_once(
+    authorities: list[Authority], tmp_path: Path, key: str
+) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    files = authorities[0].certificate(f"beside {key}")
+
+    def take(path: Path) -> object:
+        if key == "tokens":
+            return Access(path)
+        return Certificates(replace(files, **{key.removeprefix("tls."): path}))
+
+    for path in (tmp_path / "fifo", Path("/dev/zero"), tmp_path):
+        with pytest.raises(ConfigError, match=f"{key}: .*(no regular file|Is a directory)"):
+            take(path)
+
+
 UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED
 TOKENS = """
 # who asks
@@ -277,14 +370,35 @@ def test_tokens_are_read_again_and_never_logged(
 
 @pytest.mark.parametrize(
     ("text", "word"),
-    [("", "none"), ("alice", "line 1"), ("a:b:c:d", "line 1"), ("# x\n a b:c", "line 2")],
+    [
+        ("", "none"),
+        ("alice", "line 1"),
+        ("a:b:c:d", "line 1"),
+        ("# x\n a b:c", "line 2"),
+        ("a:b:one,,two", "line 1 .* empty name"),
+        # Which of them would count?
+        ("a:secret\na:other\na:secret:one", "lines 1 and 3 .* same token"),
+        ("a:secret:one\nb:secret:one", "lines 1 and 2 .* same token"),
+    ],
 )
 def test_what_is_no_file_of_tokens_is_told_without_its_words(
     tmp_path: Path, text: str, word: str
 ) -> None:
     path = tmp_path / "tokens"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=word):
+    with pytest.raises(ConfigError, match=word) as refused:
         Access(path)
+    assert "secret" not in str(refused.value)
     with pytest.raises(ConfigError, match="cannot be read"):
         Access(tmp_path / "nowhere")
+
+
+def test_a_file_of_tokens_from_another_editor(tmp_path: Path) -> None:
+    path = tmp_path / "tokens"
+    path.write_bytes("# für alle\r\nalice:aaaa\r\nalice:aaaa\r\n".encode("utf-8-sig"))
+    found = Access(path).client([("authorization", "Bearer aaaa")])
+    assert isinstance(found, Client)
+    assert found.name == "alice"
+    path.write_bytes("# für alle\nalice:aaaa\n".encode("latin-1"))
+    with pytest.raises(ConfigError, match="not text in UTF-8"):
+        Access(path)

@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +209,34 @@ def test_a_stream_that_nobody_reads_ends(
         refused = refusal(lambda: list(unread[0]))
         assert refused.code == grpc.StatusCode.DEADLINE_EXCEEDED
         assert refused.reason == "UNREAD_STREAM"
+
+
+def test_streams_of_one_token_leave_places_to_others_over_any_number_of_connections(
+    index: Path, keys: np.ndarray, tmp_path: Path
+) -> None:
+    CountingCatalog.gate.set()
+    (tmp_path / "tokens").write_text("one:aaaa\ntwo:bbbb\n")
+    limits = ServerLimits(concurrent_scans=2, queued_scans=6, max_queries=300)
+    with (
+        ExitStack() as opened,
+        serving({"i": index}, limits, CountingCatalog, tokens=tmp_path / "tokens") as served,
+    ):
+
+        def begin(token: str, queries: np.ndarray) -> Any:
+            options = [("grpc.use_local_subchannel_pool", 1)]
+            channel = opened.enter_context(grpc.insecure_channel(served.address, options=options))
+            stub = attribution_pb2_grpc.AttributionServiceStub(channel)
+            call = stub.StreamWeights(
+                ask(queries), metadata=[("authorization", f"Bearer {token}")], timeout=20
+            )
+            opened.callback(call.cancel)
+            next(call)
+            return call
+
+        for _ in range(4):
+            begin("aaaa", keys[:300])
+        assert refusal(lambda: begin("aaaa", keys[:1])).reason == "QUEUE_FULL"
+        begin("bbbb", keys[:1])
 
 
 def test_streams_of_one_connection_leave_places_to_others(index: Path, keys: np.ndarray) -> None:

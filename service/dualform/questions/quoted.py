@@ -23,3 +23,13 @@ def shortened(text: str) -> str:
     if len(text) > MOST_QUOTED:
         return f"{text[:MOST_QUOTED]}... ({len(text):,} characters)"
     return text
+
+
+def unicode(text: str) -> str:
+    """What a message can hold: names of files may have bytes that are no text.
+
+    Example:
+        >>> unicode("n\udcff")
+        'n\\udcff'
+    """
+    return text.encode(errors="backslashreplace").decode()

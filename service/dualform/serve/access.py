@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 
 from dualform.engine.errors import InvalidArgumentError, NotFoundError
-from dualform.serve.config import ConfigError
+from dualform.serve.config import ConfigError, read_small
 from dualform.serve.status import Refusal, refuse
 
 _LINE = re.compile(r"([A-Za-z0-9_.@-]+):([!-9;-~]+)(?::([A-Za-z0-9_.,-]+))?")
@@ -146,12 +146,11 @@ def _read(path: Path | None) -> tuple[tuple[bytes, Client], ...]:
     if path is None:
         return ()
     try:
-        lines = path.read_text().splitlines()
-    except OSError as error:
-        raise ConfigError(f"tokens: {path} cannot be read: {error.strerror}") from None
+        # Editors of Windows put a mark in front.
+        lines = read_small("tokens", path).decode("utf-8-sig").splitlines()
     except UnicodeDecodeError:
-        raise ConfigError(f"tokens: {path} is not text") from None
-    tokens = []
+        raise ConfigError(f"tokens: {path} is not text in UTF-8") from None
+    tokens: dict[bytes, tuple[int, Client]] = {}
     for number, line in enumerate(lines, 1):
         line = line.strip()
         if not line or line.startswith("#"):
@@ -165,10 +164,18 @@ def _read(path: Path | None) -> tuple[tuple[bytes, Client], ...]:
             )
         name, token, indexes = match.groups()
         allowed = None if indexes is None else frozenset(indexes.split(","))
-        tokens.append((_digest(token), Client(name, allowed)))
+        if allowed is not None and "" in allowed:
+            raise ConfigError(f"tokens: line {number} of {path} has an empty name of an index")
+        # Whose it is, and what it may ask about, must not hang on which line is looked at first.
+        first, known = tokens.setdefault(_digest(token), (number, Client(name, allowed)))
+        if known != Client(name, allowed):
+            raise ConfigError(
+                f"tokens: lines {first} and {number} of {path} hold the same token for different "
+                "names or indexes; say it once, with all of its indexes"
+            )
     if not tokens:
         raise ConfigError(f"tokens: {path} holds none, so nobody could ask")
-    return tuple(tokens)
+    return tuple((digest, client) for digest, (_, client) in tokens.items())
 
 
 def _digest(token: str) -> bytes:

@@ -12,6 +12,8 @@ from typing import Any
 import grpc
 
 from dualform.engine.messages.versions import Change
+from dualform.questions.quoted import unicode
+from dualform.serve.calls import request_id_of
 from dualform.serve.config import ConfigError
 from dualform.serve.health import HealthBoard
 from dualform.serve.status import Refusal, refuse
@@ -68,7 +70,7 @@ class _Servicer(admin_pb2_grpc.AdminServiceServicer):
     async def Reload(self, request: pb.ReloadRequest, context: Any) -> pb.ReloadResponse:
         found = await self._reload()
         if isinstance(found, Refusal):
-            refuse(context, found)
+            refuse(context, found, request_id_of(context.invocation_metadata()))
             return pb.ReloadResponse()
         return pb.ReloadResponse(changes=[_message(change) for change in found])
 
@@ -78,5 +80,5 @@ def _message(change: Change) -> pb.Change:
         what=change.what,
         outcome=f"OUTCOME_{change.outcome.upper()}",
         version=change.version,
-        detail=change.detail,
+        detail=unicode(change.detail),
     )

@@ -22,11 +22,9 @@ from dualform.serve.access import Access, Client
 from dualform.serve.budget import MemoryBudget
 from dualform.serve.reading import RequestReader
 from dualform.serve.scans import Asker
-from dualform.serve.status import Refusal, refuse
+from dualform.serve.status import REQUEST_ID, Refusal, bug, refuse
 from dualform.serve.waiting import within
 
-REQUEST_ID = "x-request-id"
-"""Metadata: taken from the caller where it is a short word, made otherwise, returned always."""
 UNREAD_S = 60.0
 """An answer in parts ends where its client takes none for this long."""
 
@@ -45,7 +43,7 @@ class Call:
         client: Who asks.
         asker: Whom its scans are for.
         began: Monotonic seconds.
-        facts: What the report tells beside: index, layer, queries, k, rows, strategy.
+        facts: What the report tells beside: index, layer, queries, k, rows, strategy, reason.
         code: Canonical, once it has ended.
     """
 
@@ -162,14 +160,16 @@ class Calls:
 
     @contextmanager
     def _reported(self, method: str, context: Context) -> Iterator[Call]:
-        metadata = dict(context.invocation_metadata() or ())
-        given = metadata.get(REQUEST_ID)
-        known = isinstance(given, str) and _ID.fullmatch(given)
-        request_id = str(given) if known else secrets.token_hex(8)
         peer = context.peer()
+        request_id = request_id_of(context.invocation_metadata())
         call = Call(method, request_id, Client(), Asker(peer, peer), time.monotonic())
         try:
             yield call
+        except Exception:
+            # gRPC would tell the caller the exception's own words.
+            found = bug(method)
+            _note(call, found)
+            refuse(context, found, request_id)
         except asyncio.CancelledError:
             left = context.time_remaining()
             call.code = "CANCELLED" if left is None or left > 0 else "DEADLINE_EXCEEDED"
@@ -178,8 +178,22 @@ class Calls:
             self._ended(call)
 
     async def _refuse(self, call: Call, refusal: Refusal, context: Context) -> None:
-        call.code = refusal.code
+        _note(call, refusal)
         if refusal.code == DataLossError.code:
             _LOG.error("%s met a damaged index: %s", call.method, refusal.message)
             await self._damage_found()
-        refuse(context, refusal, ((REQUEST_ID, call.request_id),))
+        refuse(context, refusal, call.request_id)
+
+
+def request_id_of(metadata: Any) -> str:
+    """The id that the caller gave its call, or one that is made."""
+    given = dict(metadata or ()).get(REQUEST_ID)
+    known = isinstance(given, str) and _ID.fullmatch(given)
+    return str(given) if known else secrets.token_hex(8)
+
+
+def _note(call: Call, refusal: Refusal) -> None:
+    call.code = refusal.code
+    call.facts["reason"] = refusal.reason
+    if refusal.ticket is not None:
+        call.facts["ticket"] = refusal.ticket

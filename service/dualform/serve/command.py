@@ -38,7 +38,7 @@ def run(config: ServerConfig, again: Callable[[], ServerConfig] | None = None) -
     # Its default is to kill, and it may come before there is anything to read again: then it waits.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
     policy.apply()
-    from dualform.serve.reports import set_up_logs
+    from dualform.serve.logs import set_up_logs
 
     set_up_logs(config.log)
     # After the policy: this imports torch and FAISS.

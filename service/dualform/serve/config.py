@@ -7,6 +7,8 @@ thread policy matters.
 from __future__ import annotations
 
 import ipaddress
+import os
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -19,6 +21,8 @@ from dualform.questions.placement import GPU_MEMORY, bytes_of, device_names, gpu
 from dualform.questions.quoted import quoted
 
 _LOGS = ("text", "json")
+MOST_BYTES = 16 << 20
+"""What the configuration, and the files that it names, hold at most."""
 
 
 class ConfigError(DualformError, ValueError):
@@ -217,11 +221,10 @@ class ServerConfig:
             ConfigError: Not readable, not YAML, an unknown key or a wrong type.
         """
         path = Path(path)
+        text = read_small("--config", path)
         try:
-            data = _parsed(path.read_bytes())
+            data = _parsed(text)
             return cls._from_mapping({} if data is None else data, path.parent)
-        except OSError as error:
-            raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
         except yaml.YAMLError as error:
             raise ConfigError(f"{path} is not valid YAML: {error}") from None
         except ConfigError as error:
@@ -320,7 +323,9 @@ def _tls(data: Any, folder: Path) -> TlsFiles:
     for name in ("certificate", "key"):
         if data.get(name) is None:
             raise ConfigError(f"tls needs certificate and key; {name} is missing")
-    paths = {name: _path(f"tls.{name}", value, folder) for name, value in data.items() if value}
+    # An empty client_ca, as of a template's empty variable, must not mean that none is asked for.
+    given = {name: value for name, value in data.items() if value is not None}
+    paths = {name: _path(f"tls.{name}", value, folder) for name, value in given.items()}
     return TlsFiles(paths["certificate"], paths["key"], paths.get("client_ca"))
 
 
@@ -343,6 +348,29 @@ def _bytes(name: str, value: Any) -> int:
     if size is None:
         raise ConfigError(f"{name} is {quoted(value)}; say how many MiB, GiB or TiB, such as 4GiB")
     return size
+
+
+def read_small(key: str, path: Path) -> bytes:
+    """What a file holds that the configuration names.
+
+    Raises:
+        ConfigError: It cannot be read, or is no regular file, which alone can be read again at a
+            reload and makes nobody wait, or is larger than any such file; the message says `key`.
+    """
+    try:
+        with open(path, "rb", opener=_without_waiting) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ConfigError(f"{key}: {path} is no regular file")
+            content = file.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{key}: {path} cannot be read: {error.strerror}") from None
+    if len(content) > MOST_BYTES:
+        raise ConfigError(f"{key}: {path} is larger than {MOST_BYTES >> 20} MiB: another file?")
+    return content
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # for whoever writes into a FIFO
 
 
 def _check_integer(name: str, value: Any, least: int, most: int) -> None:

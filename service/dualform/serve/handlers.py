@@ -147,7 +147,7 @@ def _parts(method: str, request_name: str, service: _Service) -> Parts:
         kind = (method, len(data).bit_length())
         asker = call.asker
         asker.seconds = experience.seconds(kind)
-        with scans.stream(asker.connection) as refused:
+        with scans.stream(asker.client) as refused:
             part: bytes | Refusal | None = refused
             if refused is None:
                 part = await scans.run(next_part, what=method, asker=asker)

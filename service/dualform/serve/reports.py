@@ -9,7 +9,6 @@ import json
 import logging
 import re
 import resource
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -34,22 +33,6 @@ _BUCKETS = (
     *(0.008, 0.01, 0.013, 0.016, 0.02, 0.025, 0.03, 0.04, 0.05, 0.065, 0.08, 0.1, 0.13, 0.16),
     *(0.2, 0.25, 0.3, 0.4, 0.5, 0.65, 0.8, 1, 2, 5, 10, 20, 50, 100),
 )
-
-
-def set_up_logs(style: str) -> None:
-    """Let this process log to standard error.
-
-    Args:
-        style: "text" or "json"; one line each.
-    """
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(
-        _JsonLines()
-        if style == "json"
-        else logging.Formatter("%(asctime)s %(levelname)s %(message)s")
-    )
-    logging.basicConfig(handlers=[handler])
-    logging.getLogger("dualform").setLevel(logging.INFO)
 
 
 class IndexState(NamedTuple):
@@ -154,22 +137,6 @@ def _word(value: Any) -> str:
     """As it is, or in quotes where it could be taken for more than one word."""
     text = str(value)
     return text if _PLAIN.fullmatch(text) else json.dumps(text)
-
-
-class _JsonLines(logging.Formatter):
-    """One JSON object a line; what a call's line says are keys of their own."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        facts = getattr(record, "facts", None)
-        line: dict[str, Any] = {
-            "time": self.formatTime(record),
-            "level": record.levelname,
-            "logger": record.name,
-            **({"message": record.getMessage()} if facts is None else facts),
-        }
-        if record.exc_info:
-            line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(line)
 
 
 class _PageFaults:

@@ -199,29 +199,27 @@ class ScanQueue:
             del self._waiting[client]
 
     @contextmanager
-    def stream(self, connection: str = "") -> Iterator[Refusal | None]:
+    def stream(self, client: str = "") -> Iterator[Refusal | None]:
         """While one answer is sent in parts; between its parts it holds no place.
 
         Args:
-            connection: Over which it is sent; half of all such answers at most go over one.
+            client: To whom it is sent; half of all such answers at most go to one.
 
         Yields:
             None, or a refusal: as many are being sent as may run and wait.
         """
         most, sent = self._concurrent + self._queued, self._streams.total()
-        if sent >= most or self._streams[connection] >= max(2, most // 2):
-            of_this = self._streams[connection]
-            yield busy(
-                f"{sent} answers are being sent in parts, {of_this} of them to this connection"
-            )
+        if sent >= most or self._streams[client] >= max(2, most // 2):
+            of_this = self._streams[client]
+            yield busy(f"{sent} answers are being sent in parts, {of_this} of them to this client")
             return
-        self._streams[connection] += 1
+        self._streams[client] += 1
         try:
             yield None
         finally:
-            self._streams[connection] -= 1
-            if not self._streams[connection]:
-                del self._streams[connection]
+            self._streams[client] -= 1
+            if not self._streams[client]:
+                del self._streams[client]
 
     async def drain(self) -> None:
         """Wait until no scan runs or waits, and take every place: nothing starts afterwards."""

@@ -59,7 +59,7 @@ _REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
 # What a running server cannot take over.
 _FIXED = (
     *("listen", "device", "gpu_memory", "limits", "insecure", "open_health", "metrics", "admin"),
-    *("memory", "telemetry", "ray", "log"),
+    *("memory", "telemetry", "ray", "explore", "log"),
 )
 _LEVELS = {
     "opened": logging.INFO,
@@ -201,7 +201,7 @@ class Server:
         """Read the configuration again and `reload` it; what came of it, or why nothing did."""
         async with self._one_at_a_time:
             try:
-                return await self.reload(self._again())
+                return await self.reload(await asyncio.to_thread(self._again))
             except Exception as error:
                 _LOG.error("nothing was changed: %s", error)
                 message = f"nothing was changed: {error}"
@@ -223,8 +223,8 @@ class Server:
             for name in _FIXED
             if getattr(config, name) != getattr(self._config, name)
         ]
-        changes += self._reload_tokens(config)
-        changes += self._reload_tls(config)
+        changes += await asyncio.to_thread(self._reload_tokens, config)
+        changes += await asyncio.to_thread(self._reload_tls, config)
         try:
             changes += await asyncio.to_thread(
                 self._catalog.reload, config.indexes, self._stopping.is_set

@@ -1,8 +1,8 @@
 """How a refusal travels: a canonical code, a message, and details that programs can read.
 
-Details are `google.rpc.ErrorInfo` (domain "dualform", a stable reason) and, where one field of the
-request is at fault, `google.rpc.BadRequest`, or where asking again makes sense
-`google.rpc.RetryInfo`, inside the `google.rpc.Status` of the trailers.
+Details are `google.rpc.ErrorInfo` (domain "dualform", a stable reason), `google.rpc.RequestInfo`
+(the call's id) and, where one field of the request is at fault, `google.rpc.BadRequest`, or where
+asking again makes sense `google.rpc.RetryInfo`, inside the `google.rpc.Status` of the trailers.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from dualform.engine.errors import EngineError
+from dualform.questions.quoted import unicode
 
 DOMAIN = "dualform"
+REQUEST_ID = "x-request-id"
+"""Metadata: taken from the caller where it is a short word, made otherwise, returned always."""
 # A message travels three times, partly percent-encoded, in trailers that clients cap at 8 KiB.
 _MAX_BYTES = 1024
 
@@ -41,6 +44,7 @@ class Refusal:
         reason: Stable word for programs.
         field: The request's field at fault, if it is one.
         retry_after: Seconds after which asking again makes sense, if it does.
+        ticket: Word under which the log has the details of a bug.
     """
 
     code: str
@@ -48,6 +52,7 @@ class Refusal:
     reason: str
     field: str | None = None
     retry_after: float | None = None
+    ticket: str | None = None
 
     @classmethod
     def of(cls, error: EngineError) -> Refusal:
@@ -58,7 +63,7 @@ class Refusal:
     def internal(cls, ticket: str) -> Refusal:
         """What the caller learns of a bug: nothing but where the log tells more."""
         message = f"internal error {ticket}: the server's log has the details under this word"
-        return cls("INTERNAL", message, "INTERNAL")
+        return cls("INTERNAL", message, "INTERNAL", ticket=ticket)
 
 
 def busy(what: str, retry_after: float = 1.0) -> Refusal:
@@ -79,15 +84,22 @@ def or_refusal(what: str, work: Callable[[], T]) -> T | Refusal:
     except EngineError as error:
         return Refusal.of(error)
     except Exception:
-        ticket = secrets.token_hex(4)
-        _LOG.exception("%s failed [%s]", what, ticket)
-        return Refusal.internal(ticket)
+        return bug(what)
 
 
-def rich_status(refusal: Refusal) -> status_pb2.Status:
-    """The `google.rpc.Status` of a refusal."""
+def bug(what: str) -> Refusal:
+    """The exception that is being handled as a refusal; its traceback goes to the log."""
+    ticket = secrets.token_hex(4)
+    _LOG.exception("%s failed [%s]", what, ticket)
+    return Refusal.internal(ticket)
+
+
+def rich_status(refusal: Refusal, request_id: str | None = None) -> status_pb2.Status:
+    """The `google.rpc.Status` of a refusal, of the call with this id."""
     message = _shorten(refusal.message)
     details: list[Any] = [error_details_pb2.ErrorInfo(reason=refusal.reason, domain=DOMAIN)]
+    if request_id is not None:
+        details.append(error_details_pb2.RequestInfo(request_id=request_id))
     if refusal.field is not None:
         violation = error_details_pb2.BadRequest.FieldViolation(
             field=_shorten(refusal.field), description=message
@@ -108,21 +120,24 @@ def rich_status(refusal: Refusal) -> status_pb2.Status:
 def refuse(
     context: grpc.aio.ServicerContext[Any, Any],
     refusal: Refusal,
-    metadata: tuple[tuple[str, str], ...] = (),
+    request_id: str | None = None,
 ) -> None:
     """Let the call end with this refusal once its handler returns.
+
+    Trailing metadata and details name the call by `request_id`.
 
     `context.abort` would raise an exception that the call's own state keeps, and with it, until the
     garbage collector comes by, the frame that holds the request.
     """
-    status = rpc_status.to_status(rich_status(refusal))
+    status = rpc_status.to_status(rich_status(refusal, request_id))
+    metadata = () if request_id is None else ((REQUEST_ID, request_id),)
     context.set_code(status.code)
     context.set_details(status.details)
     context.set_trailing_metadata((*metadata, *status.trailing_metadata))
 
 
 def _shorten(text: str) -> str:
-    data = text.encode()
+    data = unicode(text).encode()
     if len(data) <= _MAX_BYTES:
-        return text
+        return data.decode()
     return data[: _MAX_BYTES - 3].decode(errors="ignore") + "…"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import re
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,33 +10,37 @@ from typing import Any
 
 import grpc
 
-from dualform.serve.config import ConfigError, TlsFiles
+from dualform.serve.config import ConfigError, TlsFiles, read_small
 
-_LOG = logging.getLogger("dualform.serve")
+_BLOCK = re.compile(rb"-----BEGIN ([A-Z0-9 ]+)-----.*?-----END \1-----", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class _Pems:
-    """The files' contents."""
+    """The files' contents, which belong together."""
 
-    key: bytes
     chain: bytes
+    key: bytes
     client_ca: bytes | None
 
 
 class Certificates:
     """What new connections are shown; those there are stay as they are.
 
+    Attributes:
+        context: The same for servers that are not gRPC's; another one after each `reload`.
+
     Args:
         files: Where the PEM files are.
 
     Raises:
-        ConfigError: A file cannot be read, or key and certificate do not belong together.
+        ConfigError: A file cannot be read or is torn, key and certificate do not belong together,
+            or the certificate is not valid now.
     """
 
     def __init__(self, files: TlsFiles) -> None:
         self._files = files
-        self._pems = _read(files)
+        self._pems, self.context = _read(files)
 
     def reload(self, files: TlsFiles) -> None:
         """Read the files again, or others. Whether clients must show one stays as it was.
@@ -46,7 +50,8 @@ class Certificates:
         """
         if (files.client_ca is None) != (self._files.client_ca is None):
             raise ConfigError("turning tls.client_ca on or off takes a restart")
-        self._files, self._pems = files, _read(files)
+        self._pems, self.context = _read(files)
+        self._files = files
 
     def credentials(self) -> grpc.ServerCredentials:
         """For gRPC, which asks for the certificate anew at each connection."""
@@ -63,35 +68,76 @@ class Certificates:
         )
 
 
-def _read(files: TlsFiles) -> _Pems:
+def _read(files: TlsFiles) -> tuple[_Pems, ssl.SSLContext]:
+    pems = _contents(files)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    _usable("tls.certificate and tls.key", files.certificate, files.key)
     try:
         # The empty password: an encrypted key is an error, not a question on the terminal.
         context.load_cert_chain(files.certificate, files.key, password="")
-    except (ssl.SSLError, ValueError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"tls.certificate {files.certificate} and tls.key {files.key} are no PEM files of one "
             f"pair: {error}; the key must not be encrypted"
         ) from None
-    if files.client_ca is not None:
-        _usable("tls.client_ca", files.client_ca)
+    _check_whole("tls.certificate", files.certificate, pems.chain)
+    if files.client_ca is not None and pems.client_ca is not None:
+        _check_whole("tls.client_ca", files.client_ca, pems.client_ca)
         try:
-            context.load_verify_locations(files.client_ca)
-        except ssl.SSLError as error:
+            context.load_verify_locations(cadata=pems.client_ca.decode("ascii", "ignore"))
+        except (ssl.SSLError, ValueError) as error:
             raise ConfigError(
                 f"tls.client_ca {files.client_ca} holds no certificate in PEM: {error}"
             ) from None
+    if pems != _contents(files):
+        raise ConfigError(
+            "the files of tls changed while they were read: reload once they are whole"
+        )
+    _check_valid_now(files.certificate, pems.chain, context)
+    if files.client_ca is not None:
+        context.verify_mode = ssl.CERT_REQUIRED
+    return pems, context
+
+
+def _contents(files: TlsFiles) -> _Pems:
     return _Pems(
-        files.key.read_bytes(),
-        files.certificate.read_bytes(),
-        None if files.client_ca is None else files.client_ca.read_bytes(),
+        read_small("tls.certificate", files.certificate),
+        read_small("tls.key", files.key),
+        None if files.client_ca is None else read_small("tls.client_ca", files.client_ca),
     )
 
 
-def _usable(key: str, *paths: Path) -> None:
-    for path in paths:
-        try:
-            path.read_bytes()
-        except OSError as error:
-            raise ConfigError(f"{key}: {path} cannot be read: {error.strerror}") from None
+def _check_whole(key: str, path: Path, content: bytes) -> None:
+    """Refuse what ends within a certificate: OpenSSL is content with those before it.
+
+    Raises:
+        ConfigError: It does.
+    """
+    if re.search(rb"^---", _BLOCK.sub(b"", content), re.MULTILINE):
+        raise ConfigError(
+            f"{key}: {path} is not whole: a certificate begins in it and does not end"
+        )
+
+
+def _check_valid_now(path: Path, chain: bytes, context: ssl.SSLContext) -> None:
+    """Shake hands with ourselves, trusting the certificate itself: so its dates are looked at.
+
+    Raises:
+        ConfigError: No client would take it now.
+    """
+    asking = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    asking.check_hostname = False
+    asking.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    asking.load_verify_locations(cadata=chain.decode("ascii", "ignore"))
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    server = context.wrap_bio(to_server, to_client, server_side=True)
+    client = asking.wrap_bio(to_client, to_server)
+    for _ in range(3):
+        for side in (client, server):
+            try:
+                side.do_handshake()
+            except ssl.SSLWantReadError:
+                pass
+            except ssl.SSLCertVerificationError as error:
+                raise ConfigError(
+                    f"tls.certificate {path} is refused by clients now: {error.verify_message}"
+                ) from None

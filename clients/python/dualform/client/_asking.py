@@ -243,12 +243,8 @@ class Asking:
                 if pause is None or not deadline.allows(pause):
                     if tries == 1:
                         raise
-                    raise type(error)(
-                        f"{error} ({tries} tries)",
-                        reason=error.reason,
-                        field=error.field,
-                        retry_after=error.retry_after,
-                    ) from None
+                    error.args = (f"{error} ({tries} tries)",)
+                    raise
             yield Pause(pause)
 
     def deadline(self, timeout: float | None) -> Deadline:

@@ -98,11 +98,13 @@ class Where:
         named = [mark for mark in self.marks if _mentions(error, mark[0])]
         exact = [m for m in named if any(_mentions(error, literal) for literal in m[1])]
         for _, _, position in exact or named:
-            return InvalidArgumentError(
+            found = InvalidArgumentError(
                 f"{_place(self.text or '', position - 1)}: {error}",
                 reason=error.reason,
                 field=error.field,
             )
+            found.request_id = error.request_id
+            return found
         return error
 
 

@@ -35,6 +35,10 @@ _METHODS = {
 }
 
 
+# Metadata in which the server says what its log calls the call.
+_REQUEST_ID = "x-request-id"
+
+
 class Transport(Protocol):
     """Answers one request."""
 
@@ -187,16 +191,24 @@ def error_of(error: Any, connection: Connection) -> DualformError:
     code = error.code().name
     message = error.details() or code
     sent = _Details()
+    request_id: str | None = None
     for key, value in error.trailing_metadata() or ():
         if key == "grpc-status-details-bin":
             sent = _details(value)
+        elif key == _REQUEST_ID and isinstance(value, str):
+            request_id = value
     reason = sent.reason
     if code == "UNAVAILABLE" and reason is None:
         message, reason = _unreachable(message, connection)
     if code == "UNAUTHENTICATED" and reason is None and not connection.metadata:
         message = f"{message}; give a token: token=, or {TOKEN} in the environment"
     return error_from_code(
-        code, message, reason=reason, field=sent.field, retry_after=sent.retry_after
+        code,
+        message,
+        reason=reason,
+        field=sent.field,
+        retry_after=sent.retry_after,
+        request_id=request_id,
     )
 
 

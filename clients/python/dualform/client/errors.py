@@ -1,7 +1,7 @@
 """What a call can end with; the same classes over the network and on a local index.
 
 DualformError                     base of all errors of dualform, those of other parts included; has
-│                                 .code, .reason, .field and .retry_after
+│                                 .code, .reason, .field, .retry_after, .request_id
 ├── InvalidArgumentError          the question is wrong; .field names the argument
 │   └── CallError                 called with wrong arguments; a TypeError too
 ├── NotFoundError                 no such index or layer
@@ -132,8 +132,12 @@ def error_from_code(
     reason: str | None = None,
     field: str | None = None,
     retry_after: float | None = None,
+    request_id: str | None = None,
 ) -> DualformError:
     """The error of a canonical gRPC code, by its name such as "NOT_FOUND"."""
-    if code in _KINDS:
-        return _KINDS[code](message, reason=reason, field=field, retry_after=retry_after)
-    return InternalError(f"{code}: {message}", reason=reason, field=field)
+    kind = _KINDS.get(code)
+    if kind is None:
+        kind, message = InternalError, f"{code}: {message}"
+    error = kind(message, reason=reason, field=field, retry_after=retry_after)
+    error.request_id = request_id
+    return error

@@ -20,6 +20,7 @@ from dualform.engine.errors import (
     ran_out_of_memory,
 )
 from dualform.engine.messages.versions import Version, version_at
+from dualform.questions.quoted import unicode
 from dualform.store.errors import DamagedError, StoreError, TooManyFilesError, VersionError
 from dualform.store.errors import NotFoundError as StoreNotFoundError
 from dualform.store.versions import Use, is_followed
@@ -77,9 +78,10 @@ class Entry:
 
     @property
     def reason(self) -> str | None:
-        """What is wrong with it, whether or not some questions are answered."""
+        """What is wrong with it, whether or not some questions are answered; valid Unicode."""
         trouble = None if self.index is None else self.index.trouble
-        return self.damage or trouble
+        found = self.damage or trouble
+        return None if found is None else unicode(found)
 
     @property
     def damage(self) -> str | None:
