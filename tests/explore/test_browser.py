@@ -165,11 +165,11 @@ def test_pick_an_example_and_see_what_made_its_prediction(
     page: Page, address: str, digits: Digits
 ) -> None:
     opened(page, address, "index=digits")
-    expect(page.get_by_text("Pick an example on the left")).to_be_visible()
+    expect(page.get_by_text("Pick an example, or upload a query")).to_be_visible()
     expect(page.locator(".facts")).to_contain_text("SGD, 60 steps")
     expect(page.locator(".facts")).to_contain_text("exact")
     with shown(page):
-        page.get_by_role("link", name="ask about example 7", exact=True).click()
+        page.get_by_title("ask about example 7", exact=True).click()
     expect(page.get_by_role("heading", name="Example 7", exact=True)).to_be_visible()
     label = int(digits.labels[7])
     expect(page.locator(".query")).to_contain_text(f"label {label}")
@@ -291,7 +291,7 @@ def test_a_text_shows_which_tokens_it_was(page: Page, address: str) -> None:
     )
     before = values(page, ".output", 1)
     with shown(page):
-        page.get_by_role("link", name="ask about position 3", exact=True).click()
+        page.get_by_title("ask about position 3", exact=True).click()
     expect(page.locator(".query")).to_contain_text("position 3")
     assert values(page, ".output", 1) != before
     texts = page.locator(".cards.weight .text").all_inner_texts()

@@ -42,7 +42,7 @@ def test_a_hundred_thousand_classes_and_texts_of_10_mb(
     expect(page.locator(".facts")).to_contain_text("100,000")
     expect(page.locator(".offer")).to_have_count(12)
     with shown(page):
-        page.get_by_role("link", name="ask about example 7", exact=True).click()
+        page.get_by_title("ask about example 7", exact=True).click()
     expect(page.locator(".query .text")).to_contain_text("letters …")
     expect(page.locator(".cards.weight li").first).to_contain_text(f"example {many.best}")
     expect(page.locator(".cards.weight .nothing")).to_have_count(5)
@@ -80,7 +80,7 @@ def test_pictures_that_are_gone_leave_the_rest(page: Page, address: str, digits:
     opened(page, address, "index=gone")
     expect(page.locator(".offer .nothing").first).to_have_text("what was kept can't be read")
     with shown(page):
-        page.get_by_role("link", name="ask about example 8", exact=True).click()
+        page.get_by_title("ask about example 8", exact=True).click()
     expect(page.locator(".query .refused")).to_contain_text("examples.bin: missing")
     expect(page.locator(".trouble")).to_have_count(0)
     expect(page.locator(".cards.weight li")).to_have_count(6)

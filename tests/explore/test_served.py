@@ -42,7 +42,7 @@ def test_a_server_that_is_slow_or_gone_is_said(digits: Digits, tmp_path: Path) -
             best = page.locator(".cards.weight").inner_text()
             assert "example" in best
             os.kill(server.pid, signal.SIGSTOP)
-            page.get_by_role("link", name="ask about example 3", exact=True).click()
+            page.get_by_title("ask about example 3", exact=True).click()
             expect(page.get_by_role("status").first).to_contain_text("Asking for")
             expect(page.get_by_role("status").first).to_contain_text(" s)")
             with shown(page):

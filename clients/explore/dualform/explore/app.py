@@ -73,7 +73,7 @@ def run(
         except DualformError:
             return Response(status_code=404)
 
-    @ui.page("/", title="dualform explorer")
+    @ui.page("/", title="dualform explorer", language="en-US")
     def page(request: Request) -> None:
         Page(sources, uploads, names, request.url.query)
 

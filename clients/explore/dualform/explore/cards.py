@@ -7,6 +7,7 @@ from html import escape
 
 from dualform.explore.answers import Behind, Refused
 from dualform.explore.markup import link, named, number, payload, refused
+from dualform.explore.payloads import NOT_KEPT
 from dualform.explore.scene import Scene
 from dualform.explore.view import ExampleId, asked_about, without
 
@@ -17,11 +18,12 @@ def behind(found: Sequence[Behind] | Refused, title: str, scene: Scene, kind: st
         return f"<h2>{title}</h2>{refused(found, scene.view)}"
     if not found:
         return f"<h2>{title}</h2><p>No rows pass the filters.</p>"
-    items = "".join(f"<li>{_card(each, scene)}</li>" for each in found)
+    kept = any(each.payload != NOT_KEPT for each in found)
+    items = "".join(f"<li>{_card(each, scene, kept)}</li>" for each in found)
     return f'<h2>{title}</h2><ol class="cards {kind}">{items}</ol>'
 
 
-def _card(each: Behind, scene: Scene) -> str:
+def _card(each: Behind, scene: Scene, kept: bool) -> str:
     place, step = each.columns.get("position"), each.columns.get("step")
     said = [f"{each.count:,} rows" if each.row is None else f"row {each.row:,}, step {step}"]
     numbers = (
@@ -29,7 +31,9 @@ def _card(each: Behind, scene: Scene) -> str:
         f"<dt>contribution</dt><dd>{number(each.contribution)}</dd></dl>"
     )
     seen, at = (None, None) if each.row is None else (step, place)
-    shown = payload(each.payload, each.example, scene.view.index, scene.version, each.text)
+    shown = ""
+    if kept:
+        shown = payload(each.payload, each.example, scene.view.index, scene.version, each.text)
     told = called(each.example, each.columns, said, scene)
     return shown + told + numbers + links(each.example, scene, seen, at)
 

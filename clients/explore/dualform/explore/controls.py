@@ -10,7 +10,7 @@ from nicegui import events, ui
 
 from dualform.explore.lines import QUERY_FILE
 from dualform.explore.queries import MOST_BYTES
-from dualform.explore.view import MOST_SHOWN
+from dualform.explore.view import MOST_SHOWN, View
 
 _CSS = Path(__file__).with_name("page.css")
 # A link is followed in place; with a key held down the browser does what it always does.
@@ -21,8 +21,25 @@ _FOLLOW = """(event) => {
   emit(link.getAttribute("href"));
 }"""
 _VALUE = "(event) => emit(event.target.value)"
-_NAME_UPLOAD = """document.querySelector(".q-uploader__input")
-  ?.setAttribute("aria-label", "upload FILES")"""
+# The library has a control within a control: one of them is to be known, with a name. It makes them
+# anew after each file; who stood there stays there.
+_NAME = """const uploader = document.querySelector(".q-uploader");
+let within = false;
+const name = () => {
+  const input = uploader.querySelector(".q-uploader__input"), button = input?.closest(".q-btn");
+  if (!button || input.ariaLabel) return;
+  button.setAttribute("role", "none");
+  button.tabIndex = -1;
+  input.tabIndex = 0;
+  input.ariaLabel = "upload FILES";
+  for (const key of ["keydown", "keyup"])
+    input.addEventListener(key, event => event.stopPropagation());
+  if (within && document.activeElement === document.body) input.focus();
+};
+name();
+document.addEventListener("focusin", event => { within = uploader.contains(event.target); });
+new MutationObserver(name).observe(uploader, {childList: true, subtree: true});"""
+_EACH = {"example": "example, rows added up", "row": "row by itself"}
 
 Event = events.GenericEventArguments
 Change = events.ValueChangeEventArguments[Any]
@@ -100,16 +117,18 @@ class Controls:
             with ui.element("header").classes("head"):
                 self._lay_out_head()
             with ui.element("div").classes("body"):
-                with ui.element("aside").classes("side").props('aria-label="index and examples"'):
+                # The library has a main around all of this.
+                with ui.element("section").classes("side").props('aria-label="examples"'):
                     self._lay_out_side(inputs)
-                with ui.element("main").classes("main").props('id="answer" tabindex="-1"'):
+                with ui.element("section").classes("main") as answer:
+                    answer.props('id="answer" tabindex="-1" aria-label="answer"')
                     self._lay_out_controls()
                     self._lay_out_state()
                     self._lay_out_answer()
 
     def ready(self) -> None:
         """Once the browser has it: names what the library leaves without one."""
-        ui.run_javascript(_NAME_UPLOAD.replace("FILES", self._takes))
+        ui.run_javascript(_NAME.replace("FILES", self._takes))
 
     def _lay_out_head(self) -> None:
         ui.html("<h1>dualform explorer</h1>", sanitize=False)
@@ -155,10 +174,11 @@ class Controls:
                 self._slider.props('type=range min=0 max=1 value=1 aria-label="training step"')
                 self._slider.on("input", self._told.say_step, js_handler=_VALUE)
                 self._slider.on("change", self._told.pick_step, js_handler=_VALUE)
-            self.by = self._select("each", self._told.pick_by)
-            self.by.set_options({"example": "example, rows added up", "row": "row by itself"})
-            self.k = ui.number("how many", min=1, max=MOST_SHOWN, precision=0, format="%d")
-            self.k.props("dense outlined").style("width: 6rem")
+            self.by = self._select("each", self._told.pick_by, _EACH, View.by)
+            self.k = ui.number(
+                "how many", value=View.k, min=1, max=MOST_SHOWN, precision=0, format="%d"
+            )
+            self.k.props("dense outlined").style("width: 7rem")
             self.k.on("change", self._told.pick_k)
             self.group = self._select("classes by", self._told.pick_group)
             self.where = ui.input("only rows with, such as label = 3 and step < 100")
@@ -257,8 +277,10 @@ class Controls:
         script = f"async (event) => {{ await navigator.clipboard.writeText({what}); emit() }}"
         made.on("click", lambda: ui.notify("Copied."), js_handler=script)
 
-    def _select(self, label: str, picked: Any) -> Any:
-        made = ui.select([], label=label, on_change=picked)
+    def _select(
+        self, label: str, picked: Any, options: dict[str, str] | None = None, value: Any = None
+    ) -> Any:
+        made = ui.select(options or {}, label=label, value=value, on_change=picked)
         return made.props("dense outlined options-dense").classes("pick")
 
     def _linking(self, classes: str) -> Any:

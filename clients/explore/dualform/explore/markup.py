@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import replace
-from html import escape
+from html import escape, unescape
 from urllib.parse import urlencode
 
 from dualform.explore.answers import Refused
@@ -14,6 +15,11 @@ from dualform.explore.tokens import Marked, Token
 from dualform.explore.view import ExampleId, View
 
 MINUS = "\N{MINUS SIGN}"
+_LONGEST_NAME = 60
+_END_OF_NAME = 24
+"""Of a longer one: paths and their like differ there."""
+_FEW_LETTERS = 200
+"""Of more, a text may need to be scrolled, by keys too."""
 
 
 def number(value: float | None) -> str:
@@ -26,22 +32,32 @@ def number(value: float | None) -> str:
 
 
 def named(value: object) -> str:
-    """A metadata value in a line."""
+    """A metadata value in a line, as HTML: a long one without its middle, whole in its title."""
     text = "none" if value is None else str(value)
-    return escape(text if len(text) <= 60 else text[:60] + "…")
+    if len(text) <= _LONGEST_NAME:
+        return escape(text)
+    begin = text[: _LONGEST_NAME - _END_OF_NAME]
+    return f'<span title="{escape(text)}">{escape(begin)}…{escape(text[-_END_OF_NAME:])}</span>'
 
 
-def link(view: View, inner: str, *, said: str = "", kind: str = "", current: bool = False) -> str:
+def link(
+    view: View, inner: str, *, said: str = "", hint: str = "", kind: str = "", current: bool = False
+) -> str:
     """A link to a view; the page follows it without being loaded anew.
 
     Args:
         view: Where it leads.
         inner: HTML inside.
-        said: For those who don't see it, where `inner` says too little.
+        said: For those who don't see it, where `inner` says too little. The link is called by both,
+            so that who speaks to the browser can say what is seen.
+        hint: The same where `inner` says enough to be called by.
         kind: A class of the style sheet.
         current: It is the view, or part of it, that is looked at.
     """
-    label = f' aria-label="{escape(said)}" title="{escape(said)}"' if said else ""
+    label = f' title="{escape(said or hint)}"' if said or hint else ""
+    if said:
+        seen = unescape(re.sub(r"<[^>]*>", "", inner)).strip()
+        label += f' aria-label="{escape(said if seen in said else f"{seen}: {said}")}"'
     here = ' aria-current="true"' if current else ""
     style = f' class="{kind}"' if kind else ""
     return f'<a href="{escape(view.link() or "?")}" data-go{style}{label}{here}>{inner}</a>'
@@ -59,7 +75,7 @@ def bar(value: float | None, largest: float) -> str:
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]], *, caption: str, kind: str) -> str:
     """A table of HTML cells, the first of each row its head."""
-    heads = "".join(f'<th scope="col">{each}</th>' for each in head)
+    heads = "".join(f'<th scope="col">{each}</th>' if each else "<td></td>" for each in head)
     lines = []
     for cells in rows:
         first, *others = cells
@@ -108,9 +124,16 @@ def payload(
         trouble = f' title="{escape(what.trouble)}"' if what.trouble else ""
         return f'<p class="nothing"{trouble}>{escape(what.why)}</p>'
     if text is not None:
-        return f'<p class="text">{tokens(text)}</p>'
+        return passage(tokens(text), sum(len(each.text) for each in text.tokens))
     shown = what.text[:MOST_LETTERS]
-    return f'<p class="text">{escape(shown)}{left_out(len(what.text) - len(shown) + what.more)}</p>'
+    left = left_out(len(what.text) - len(shown) + what.more)
+    return passage(escape(shown) + left, len(shown))
+
+
+def passage(inner: str, letters: int) -> str:
+    """A text; where it may not fit, keys can scroll it."""
+    keys = ' tabindex="0"' if letters > _FEW_LETTERS else ""
+    return f'<p class="text"{keys}>{inner}</p>'
 
 
 def tokens(text: Marked) -> str:

@@ -238,7 +238,7 @@ class Page:
         )
         if query is None:
             self._entitle(view.index)
-            self._controls.clear("<p>Pick an example on the left, or upload a query.</p>")
+            self._controls.clear(sections.unasked(opened.layer))
             return
         self._entitle(f"{sections.title(query)} · {view.index}")
         await self._answered(opened, query, scene)
@@ -395,5 +395,5 @@ def _chips(view: View) -> str:
 
 
 def _chip(inner: str, without: View, said: str) -> str:
-    shown = escape(inner) + " \N{MULTIPLICATION SIGN}"
+    shown = escape(inner) + ' <span aria-hidden="true">\N{MULTIPLICATION SIGN}</span>'
     return f"<li>{link(without, shown, said=said)}</li>"

@@ -65,12 +65,13 @@ class Nothing:
 
 
 Payload = Picture | Text | Row | Nothing
+NOT_KEPT = Nothing("nothing was kept of it")
 
 
 def payload_of(kept: bytes | str | None) -> Payload:
     """What an example's payload is: a picture, a row (a JSON object), another text, or nothing."""
     if kept is None:
-        return Nothing("nothing was kept of it")
+        return NOT_KEPT
     if isinstance(kept, bytes):
         media = media_of(kept)
         if media is None:

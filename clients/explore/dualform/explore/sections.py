@@ -10,11 +10,16 @@ from dualform.client import IndexInfo, LayerInfo
 from dualform.explore.answers import Answer, Query
 from dualform.explore.browsing import PER_PAGE, Offered
 from dualform.explore.cards import behind, telling
-from dualform.explore.markup import left_out, link, named, payload
-from dualform.explore.payloads import Nothing
+from dualform.explore.markup import left_out, link, named, passage, payload
+from dualform.explore.payloads import NOT_KEPT, Nothing
 from dualform.explore.scene import Scene
 from dualform.explore.tables import groups, output, parts
 from dualform.explore.view import asked_about
+
+_NOTHING_KEPT = (
+    '<p class="said">Nothing was kept of them to look at: <code>recorder.add_examples(ids, '
+    "payloads)</code> keeps pictures, texts or rows.</p>"
+)
 
 
 def facts(info: IndexInfo, layer: LayerInfo, names: str = "") -> str:
@@ -46,12 +51,13 @@ def picker(found: Sequence[Offered], scene: Scene) -> str:
     """The examples to pick from."""
     view = scene.view
     if not found:
-        why = "no examples behind this id" if view.after is not None else "no examples by id here"
+        why = "no examples behind this id" if view.after is not None else "Training named none."
         return f"<p>{why}</p>" + _first_page(scene)
+    kept = any(each.payload != NOT_KEPT for each in found)
     items = []
     for each in found:
         label = "" if each.label is None else f", label {named(scene.value('label', each.label))}"
-        inner = payload(each.payload, each.example, view.index, scene.version)
+        inner = payload(each.payload, each.example, view.index, scene.version) if kept else ""
         inner += f"<span>{named(each.example)}{label}</span>"
         chosen = asked_about(view, each.example, None, None)
         items.append(
@@ -59,7 +65,7 @@ def picker(found: Sequence[Offered], scene: Scene) -> str:
             + link(
                 chosen,
                 inner,
-                said=f"ask about example {each.example}",
+                hint=f"ask about example {each.example}",
                 kind="offer",
                 current=each.example == view.example,
             )
@@ -69,7 +75,27 @@ def picker(found: Sequence[Offered], scene: Scene) -> str:
     if len(found) == PER_PAGE:
         following = replace(view, after=found[-1].example)
         more = link(following, "more examples", kind="button")
-    return f'<ul class="offers">{"".join(items)}</ul>{_first_page(scene)}{more}'
+    kind, why = ("offers", "") if kept else ("offers bare", _NOTHING_KEPT)
+    return f'<ul class="{kind}">{"".join(items)}</ul>{_first_page(scene)}{more}{why}'
+
+
+def unasked(layer: LayerInfo) -> str:
+    """What stands in the place of an answer while nothing is asked.
+
+    Args:
+        layer: That is looked at.
+    """
+    upload = (
+        f"upload a query: a .npy or .csv file, float32 [n, {layer.d_in}], as "
+        "<code>capture_queries</code> gives it"
+    )
+    told = f"Pick an example, or {upload}."
+    if "example" not in layer.columns:
+        told = (
+            f"There are no examples to pick: {upload}. "
+            "<code>recorder.annotate(example=ids)</code> says which example a row is of."
+        )
+    return f'<section class="wide"><p>{told}</p></section>'
 
 
 def _first_page(scene: Scene) -> str:
@@ -87,7 +113,8 @@ def query(what: Query, scene: Scene) -> str:
     """What is asked about."""
     shown = ""
     if what.text is not None and what.places:
-        shown = f'<p class="text">{_places(what, scene)}</p>'
+        letters = sum(len(each.text) for each in what.text.tokens)
+        shown = passage(_places(what, scene), letters)
     elif what.payload is not None:
         shown = payload(what.payload, what.example, scene.view.index, scene.version, what.text)
     if isinstance(what.payload, Nothing) and what.payload.trouble:
