@@ -163,5 +163,5 @@ def products(index: Index, asked: AttributeQuestion) -> None:
             everything = np.ones(shard.rows, bool)
             for tile in shard.tiles(everything, len(queries), values=True, once=True):
                 assert tile.values is not None
-                weights_by_row(queries, tile.keys, wide=False)
-                weights_by_row(directions, tile.values, wide=False)
+                weights_by_row(queries, tile.keys, wide=False, faiss=tile.faiss)
+                weights_by_row(directions, tile.values, wide=False, faiss=tile.faiss)

@@ -37,7 +37,6 @@ from dualform.engine.memory.layer import Layer, open_layer
 from dualform.engine.memory.shards import RowFile, Stop
 from dualform.engine.memory.shards import spared as spared_damage
 from dualform.engine.memory.states import States
-from dualform.engine.memory.weights import let_faiss_multiply
 from dualform.engine.plan.planner import Planner
 from dualform.engine.rows.rows import Rows
 from dualform.engine.totals.coefficients import LayerCoefficients, layer_coefficients
@@ -108,7 +107,9 @@ class Index(Keywords):
         spaces = self._manifest.spaces
         self._tables = [Rows(path, space) for space in spaces]
         self.layers: Mapping[str, Layer] = {
-            name: open_layer(path, layer, spaces[layer.space], self._tables[layer.space])
+            name: open_layer(
+                path, layer, spaces[layer.space], self._tables[layer.space], faiss=use_faiss
+            )
             for name, layer in self._manifest.layers.items()
         }
         steps = self._manifest.steps
@@ -120,8 +121,6 @@ class Index(Keywords):
         metrics = UnitMetrics(self._ledger, self._states)
         self.devices = devices
         planner = Planner(devices.cpu_pace)
-        if use_faiss:
-            let_faiss_multiply()
         self._opened = Opened(self._ledger, outputs, metrics, planner, devices, use_faiss)
         self._examples = Examples(path, self._manifest.examples, self._manifest.payloads)
         self._closed = threading.Event()
@@ -150,8 +149,9 @@ class Index(Keywords):
                 a list such as ["cuda:0", "cuda:1"].
             gpu_memory: How much of each GPU's memory may be taken: a share, or bytes.
             devices: Those of several indexes, in place of `device` and `gpu_memory`.
-            use_faiss: Let FAISS search whole shards on the CPU where it can; False scans there with
-                torch, and loads no FAISS.
+            use_faiss: Let FAISS search whole shards on the CPU where it can, and multiply a few
+                queries with large ones; False scans there with torch, and loads no FAISS. Rows and
+                scores are the same; sums are within the same bound.
             shards: For each row space the numbers of those of its shards to open, ascending; None
                 for all. Of a part, weights, sums of rows and contributions of SGD's family are
                 those of its rows; whole outputs, and what has to see every step, are not.

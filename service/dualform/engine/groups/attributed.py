@@ -79,7 +79,8 @@ class AttributedSum:
         else:
             beside = of_bias if self._bias is None else self._bias * of_bias
             torch.addcmul(beside, parts, of_weight, out=parts)
-        parts *= weights_by_row(self._pairs.directions, tile.values, wide=self._wide)
+        directions = self._pairs.directions
+        parts *= weights_by_row(directions, tile.values, wide=self._wide, faiss=tile.faiss)
         self._sum.update(tile, self._pairs.fold(parts))
 
     def merge(self, other: AttributedSum) -> None:

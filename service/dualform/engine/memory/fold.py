@@ -63,7 +63,7 @@ class Fold:
         """The attention weights of a tile, [n, rows]."""
         if self._wide[0] != tile.max_norm:
             self._wide = (tile.max_norm, needs_float64(self._longest, tile.max_norm))
-        return weights_by_row(self._queries, tile.keys, wide=self._wide[1])
+        return weights_by_row(self._queries, tile.keys, wide=self._wide[1], faiss=tile.faiss)
 
     def take(self, tile: Tile) -> None:
         """Multiply every row of a tile once, and give the weights to every reducer."""

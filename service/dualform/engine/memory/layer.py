@@ -26,6 +26,7 @@ from dualform.engine.memory.shards import (
 )
 from dualform.engine.memory.sketch import Basis
 from dualform.engine.memory.states import check_headers
+from dualform.engine.memory.weights import faiss_pays
 from dualform.engine.rows.equal_rows import EqualRows
 from dualform.engine.rows.rows import Rows
 from dualform.store.encoding import FLOAT32, NPY_HEADER_BYTES, Encoding, encoding
@@ -277,7 +278,9 @@ class Layer:
         return [(name, column.type) for name, column in self.space.columns.items()]
 
 
-def open_layer(path: Path, layer: IndexLayer, space: RowSpace, table: Rows) -> Layer:
+def open_layer(
+    path: Path, layer: IndexLayer, space: RowSpace, table: Rows, *, faiss: bool
+) -> Layer:
     """Open a layer of the index at this path.
 
     Args:
@@ -285,6 +288,7 @@ def open_layer(path: Path, layer: IndexLayer, space: RowSpace, table: Rows) -> L
         layer: As published.
         space: Its row space, as published.
         table: The same, opened.
+        faiss: Whether FAISS may multiply its rows.
 
     Raises:
         DamagedError: A file is missing, has another size, or is not what was written.
@@ -323,6 +327,7 @@ def open_layer(path: Path, layer: IndexLayer, space: RowSpace, table: Rows) -> L
                 sketch,
                 published.max_norm,
                 facts.finite,
+                faiss and faiss_pays(place.rows, layer.d_in),
             )
         )
     finite = np.concatenate([np.ones(0, bool), *(shard.finite for shard in shards)])

@@ -26,7 +26,7 @@ import torch
 from dualform.engine.errors import CancelledError, DataLossError
 from dualform.engine.memory.mapped import advise, map_file
 from dualform.engine.memory.tiles import Tile
-from dualform.engine.memory.weights import ONE_BY_ONE, reads_in_place
+from dualform.engine.memory.weights import ONE_BY_ONE, faiss_is_there
 from dualform.engine.rows.table import Table
 from dualform.store.encoding import FLOAT32, Encoding
 from dualform.store.errors import DamagedError
@@ -294,6 +294,7 @@ class Shard:
         sketch: Its keys' sketches, or None without any.
         max_norm: Upper bound of its finite keys' Euclidean norms.
         finite: bool [rows]: which of its keys are finite.
+        faiss: Whether FAISS, where it is installed, multiplies its rows with a few queries.
     """
 
     table: Table
@@ -304,6 +305,7 @@ class Shard:
     sketch: ShardFile | None
     max_norm: float
     finite: np.ndarray = field(repr=False)
+    faiss: bool = False
 
     @property
     def files(self) -> list[RowFile]:
@@ -367,7 +369,9 @@ class Shard:
         files = [file for file in (self.keys, value_file) if file is not None]
         for file in files:
             file.expect(scattered=scattered)
-        in_place = self.keys.in_place and (queries > ONE_BY_ONE or reads_in_place())
+        few = queries <= ONE_BY_ONE
+        faiss = few and self.faiss and faiss_is_there()
+        in_place = self.keys.in_place and (faiss or not few)
         width = max(file.d for file in files)
         step = tile_rows(width, queries, once=once and in_place and count == self.rows)
         finite = None if self.finite.all() else self.finite
@@ -377,7 +381,9 @@ class Shard:
             tile_keys = read(inside)
             tile_values = None if value_file is None else value_file.pick(inside)
             tile_finite = None if finite is None else finite[inside]
-            yield Tile(self.table, positions, tile_keys, tile_values, self.max_norm, tile_finite)
+            yield Tile(
+                self.table, positions, tile_keys, tile_values, self.max_norm, tile_finite, faiss
+            )
 
     def _reader(self, in_place: bool, most: int) -> Callable[[np.ndarray | slice], torch.Tensor]:
         """Gives keys, up to so many at a time: those in a row where they lie, if that is asked for,

@@ -21,6 +21,7 @@ class Tile:
         values: float32 [rows, d_out], or None where nothing asked for them.
         max_norm: Upper bound of the finite keys' Euclidean norms.
         finite: bool [rows]: which keys are; None where all are.
+        faiss: Whether FAISS multiplies its rows with a few queries.
     """
 
     table: Table
@@ -29,6 +30,7 @@ class Tile:
     values: torch.Tensor | None
     max_norm: float
     finite: np.ndarray | None = None
+    faiss: bool = False
 
     @property
     def ids(self) -> np.ndarray:
@@ -50,4 +52,5 @@ class Tile:
             None if self.values is None else self.values[rows],
             self.max_norm,
             None if self.finite is None else self.finite[which],
+            self.faiss,
         )

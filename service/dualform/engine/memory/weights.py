@@ -2,7 +2,8 @@
 
 BLAS copies what it multiplies with many queries, from wherever it lies, and reads it row by row for
 a few; there it takes twice as long for rows that are not aligned, as a mapped index's keys are not.
-FAISS's loop over rows takes no longer than reading them does.
+FAISS's loop over rows takes no longer than reading them does. It adds up in another order than
+BLAS: which of them multiplies a shard is for the index that was opened to say, and nobody else.
 """
 
 from __future__ import annotations
@@ -28,9 +29,7 @@ _WIDENED = 1 << 20
 """Numbers of keys that are held in float64 at a time."""
 
 _PIECE_BYTES = 8 << 20
-"""Fewer bytes of keys are not worth a thread of their own."""
-
-_allowed = False
+"""Fewer bytes of keys are not worth a thread of their own, nor FAISS's loop."""
 
 
 def needs_float64(longest: float, max_norm: float) -> bool:
@@ -44,39 +43,42 @@ def needs_float64(longest: float, max_norm: float) -> bool:
     return longest * max(max_norm, 1.0) > _FLOAT32_SAFE or not multiplies_in_float32()
 
 
-def weights_by_row(queries: torch.Tensor, keys: torch.Tensor, *, wide: bool) -> torch.Tensor:
+def weights_by_row(
+    queries: torch.Tensor, keys: torch.Tensor, *, wide: bool, faiss: bool = False
+) -> torch.Tensor:
     """As `tile_weights`; of many queries row by row in memory, as sums by group take them."""
     if wide or len(queries) < _MANY:
-        return tile_weights(queries, keys, wide=wide)
+        return tile_weights(queries, keys, wide=wide, faiss=faiss)
     return (keys @ queries.T).T
 
 
-def tile_weights(queries: torch.Tensor, keys: torch.Tensor, *, wide: bool) -> torch.Tensor:
+def tile_weights(
+    queries: torch.Tensor, keys: torch.Tensor, *, wide: bool, faiss: bool = False
+) -> torch.Tensor:
     """Attention weights, [n, rows]; float64 if wide, else float32.
 
     Args:
         queries: float32 [n, d_in].
         keys: float32 [rows, d_in], one after the other.
         wide: As `needs_float64` says.
+        faiss: Whether FAISS multiplies a few queries, as the tile says.
     """
     if wide:
         pieces = keys.split(max(64, _WIDENED // keys.shape[1]))
         return torch.cat([queries.double() @ some.double().T for some in pieces], dim=1)
-    if len(queries) <= ONE_BY_ONE and reads_in_place():
+    if faiss and len(queries) <= ONE_BY_ONE:
         return _row_by_row(queries, keys)  # of aligned keys too: the same weights wherever they lie
     return queries @ keys.T
 
 
-def let_faiss_multiply() -> None:
-    """From now on FAISS may multiply in this process: loading it brings threads of its own, which
-    nobody wants who has opened no index that FAISS searches."""
-    global _allowed
-    _allowed = True
+def faiss_pays(rows: int, width: int) -> bool:
+    """Whether FAISS's loop is worth loading it, for a shard of so many rows of float32 [width]."""
+    return rows * width * 4 >= _PIECE_BYTES
 
 
-def reads_in_place() -> bool:
-    """Whether a few queries are multiplied with unaligned keys as fast as these are read."""
-    return _allowed and _faiss() is not None
+def faiss_is_there() -> bool:
+    """Whether FAISS is installed; loads it, and the threads that it brings."""
+    return _faiss() is not None
 
 
 @cache

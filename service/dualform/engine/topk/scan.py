@@ -316,7 +316,8 @@ class Scan:
         wide = needs_float64(best.longest_query, shard.max_norm)
         needs = {"values": best.values, "once": best.once}
         for tile in shard.tiles(selected, len(asked), **needs, stop=self._stop):
-            best.update(tile, tile_weights(asked, tile.keys, wide=wide), which)
+            weights = tile_weights(asked, tile.keys, wide=wide, faiss=tile.faiss)
+            best.update(tile, weights, which)
 
 
 def _asked(
