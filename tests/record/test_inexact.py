@@ -337,6 +337,19 @@ def test_long_keys_are_no_fault(tmp_path: Path, d_in: int, signs: bool) -> None:
     assert Recording.open(tmp_path / "r").marks == {"": []}
 
 
+@pytest.mark.parametrize("size", [1e-37, 1e-39, 1e-40, 1e-42, 1e-44])
+def test_keys_below_the_normal_numbers_are_no_fault(tmp_path: Path, size: float) -> None:
+    """What float32 loses there of products and sums has no relative bound; and moves no weight."""
+    model = nn.Linear(30, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Recorder(model, optimizer, tmp_path / "r"):
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(32, 30) * size).square().mean().backward()
+            optimizer.step()
+    assert Recording.open(tmp_path / "r").marks == {"": []}
+
+
 @pytest.mark.parametrize("element", range(0, 100, 13))
 @pytest.mark.parametrize("scaled", [False, True])
 def test_one_infinity_at_the_last_step(tmp_path: Path, element: int, scaled: bool) -> None:

@@ -28,6 +28,9 @@ SCREEN = 5e-6
 TOLERANCE = 3e-6
 """Largest |G - sum e x'| / (|E| |X|), Frobenius norms, that float32 backward passes explain."""
 
+_UNDERFLOW = 2.0**-126
+"""What a product or a sum below float32's normal numbers may lose, whatever the rows are like."""
+
 _TELLING = 1e-3
 """Relative size of a probe above which a scale can't hide in the screen's tolerance."""
 
@@ -82,6 +85,7 @@ class Sides:
         weight_size: An estimate of |E| |X|, Frobenius norms: the scale of rounding errors.
         part_size: The same for `part` alone.
         bias_size: An estimate of |E| sqrt(rows).
+        rows: How many there are.
     """
 
     def __init__(self, passes: Sequence[Pass], u: np.ndarray, v: np.ndarray, part: slice) -> None:
@@ -110,6 +114,7 @@ class Sides:
         self.weight_size = math.sqrt(values * keys)
         self.part_size = math.sqrt(part_values * keys)
         self.bias_size = math.sqrt(values * rows)
+        self.rows = sum(item.rows for item in passes)
 
 
 class GradientCheck:
@@ -238,7 +243,7 @@ class GradientCheck:
             return Verdict(True, False, factor, factor * sides.weight, fault)
         if abs(probe - factor * total) > SCREEN * abs(factor) * size:
             rows, norms = _weight_rows(sides.passes, matrix.shape), weight_norms(sides.passes)
-            if not _relative(matrix, factor * rows, abs(factor) * norms) <= TOLERANCE:
+            if not _explained(matrix, rows, norms, factor, sides.rows):
                 return Verdict(True, False, factor, factor * sides.weight, "mismatch")
         return Verdict(True, False, factor, factor * sides.weight)
 
@@ -259,7 +264,7 @@ class GradientCheck:
             return Verdict(True, zeroed=True, scale=0.0)
         rows, norms = _bias_rows(sides.passes, grad.shape), bias_norms(sides.passes)
         for factor in (scale, 1.0, _regression(grad, rows)):
-            if _relative(grad, factor * rows, abs(factor) * norms) <= TOLERANCE:
+            if _explained(grad, rows, norms, factor, sides.rows):
                 return Verdict(True, False, factor, probe)
         magnitude = grad.detach().abs()
         plateau = int((magnitude == magnitude.max()).sum()) > 1
@@ -325,9 +330,13 @@ def _double(rows: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(rows).double()
 
 
-def _relative(grad: torch.Tensor, rows: torch.Tensor, norms: float) -> float:
-    error = float((grad.detach().double().cpu() - rows).norm())
-    return error / norms if norms else math.inf if error else 0.0
+def _explained(
+    grad: torch.Tensor, rows: torch.Tensor, norms: float, factor: float, count: int
+) -> bool:
+    """Whether a gradient is what `count` rows add up to, times the factor, as float32 has it."""
+    error = float((grad.detach().double().cpu() - factor * rows).norm())
+    lost = 2 * count * _UNDERFLOW * math.sqrt(grad.numel())  # a product and a sum for each row
+    return error <= abs(factor) * TOLERANCE * norms + max(1.0, abs(factor)) * lost
 
 
 def _regression(grad: torch.Tensor, rows: torch.Tensor) -> float:
