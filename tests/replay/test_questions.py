@@ -232,3 +232,13 @@ def test_what_is_wrong_is_said_before_or_at_the_first_step(
     whole.finish()
     with pytest.raises(ReplayError, match="group_by="):
         whole.parts()
+
+
+def test_a_training_without_a_step_is_not_saved(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    run = FirstRun()
+    with Recorder(model, torch.optim.SGD(model.parameters(), lr=0.1), run):
+        pass
+    with pytest.raises(ReplayError, match="had no step"):
+        run.save(tmp_path / "first.safetensors")
+    assert list(tmp_path.iterdir()) == []

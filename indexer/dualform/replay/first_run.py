@@ -147,10 +147,12 @@ class FirstRun:
         """Write all of it but key sums to one file, for a replay in another process.
 
         Raises:
-            ReplayError: The recorder is not closed.
+            ReplayError: The recorder is not closed, or saw no step.
         """
         if self.final is None:
             raise ReplayError("close the recorder of the first training before saving it")
+        if self.steps == 0:
+            raise ReplayError("the first training had no step: there is nothing to save")
         manifest = self.manifest
         about = {
             "format": _format(manifest.layers.values()),
