@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import shlex
 import subprocess
@@ -76,8 +77,10 @@ def test_texts_are_quoted(server: bool) -> None:
     )
     view = View(layer='a "b"', filters=("task = 'it''s'",))
     lines = lines_of(source, view, None, "")
-    compile(lines.python, "lines", "exec")
-    assert ('index="my index"' in lines.python) == server
+    parsed = ast.walk(ast.parse(lines.python))
+    texts = {each.value for each in parsed if isinstance(each, ast.Constant)}
+    assert {view.layer, view.where} <= texts
+    assert ("my index" in texts) == server
     for line in lines.commands.splitlines():
         words = shlex.split(line)
         assert words[words.index("--layer") + 1] == view.layer
@@ -88,8 +91,15 @@ def test_texts_are_quoted(server: bool) -> None:
 def test_the_whole_network_is_asked_alike(
     client: AsyncClient, digits: Digits, tmp_path: Path, function: str
 ) -> None:
-    """The copied Python gives the page's examples and scores; the command too, of own inputs."""
-    model = load_model(write_model(digits, tmp_path, function))
+    """The copied Python gives the page's examples and scores; the command too, of own inputs. The
+    model's file imports one beside it, which is not where the lines are pasted."""
+    folder = tmp_path / "models"
+    folder.mkdir()
+    spec = write_model(digits, folder, function)
+    (folder / "beside_it.py").touch()
+    file = Path(spec.rpartition(":")[0])
+    file.write_text("import beside_it\n" + file.read_text())
+    model = load_model(spec)
     more: dict[str, Any] = {"example": 7} if function == "trained" else {"input": 7}
     view = View(layer="2", k=3, filters=("label != 3",), **more)
     (source,) = wait(LocalSources({"d": digits.path}).listed())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from dataclasses import dataclass
 from typing import Any
@@ -106,12 +107,14 @@ def lines_of(
 
 
 def _attributed(source: Source, view: View, whole: Whole) -> str:
-    file, _, function = whole.model.spec.rpartition(":")
-    made = "prepare" if whole.model.prepare is not None else "inputs, *_"
+    spec = _literal(whole.model.spec)
+    made, gives = "inputs, *_", "(model, inputs)"
+    if whole.model.prepare is not None:
+        made, gives = "prepare", "(model, prepare)"
     beside = {"where": view.where, "max_residual": view.residual, "index": source.index}
     lines = [
-        "\nimport runpy\n",
-        f"model, {made} = runpy.run_path({_literal(file)})[{_literal(function)}]()",
+        "\nfrom dualform.client.model_file import call_function\n",
+        f"model, {made} = call_function({spec}, gives={_literal(gives)})",
     ]
     for asked in whole.asked:
         given = {"k": view.k, **asked, **beside}
@@ -168,9 +171,9 @@ def _python(source: Source, view: View, asked: list[tuple[str, dict[str, Any]]])
 
 def _literal(value: object) -> str:
     """As Python has it, texts in double quotes."""
-    if not isinstance(value, str):
-        return 'float("inf")' if value == float("inf") else repr(value)
-    return '"' + repr("'" + value)[2:-1].replace('"', '\\"') + '"'
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    return 'float("inf")' if value == float("inf") else repr(value)
 
 
 def _commands(source: Source, view: View, asked: list[tuple[str, dict[str, Any]]]) -> str:
