@@ -1,6 +1,9 @@
 """An index's shards with 1, 2 and 4 actors of a local Ray, at two sizes of the memory.
 
-    python -m benchmarks machines --data MNIST_DIR [--index INDEX] [--json OUT]
+    python -m benchmarks machines --data MNIST_DIR [--index INDEX] [--only TEXT] [--json OUT]
+
+Two memories by SGD with momentum, and two of the same training by AdamW, whose layers are followed
+from machine to machine: of a unit or a filter that was not asked about before, and of one again.
 
 For each question: seconds; bytes of the requests and replies, which must not grow with the memory;
 processor seconds of the server, and of the actor that spent most. Each actor has one thread, so
@@ -34,6 +37,8 @@ from dualform.machines.fleet import LOCAL, Fleet
 from dualform.machines.machine import Settings
 from dualform.machines.spread import Machines, SpreadIndex
 from dualform.questions import (
+    AttributedLayer,
+    AttributeQuestion,
     OutputQuestion,
     RowsQuestion,
     SumsQuestion,
@@ -42,9 +47,13 @@ from dualform.questions import (
 )
 from dualform.serve.actors import prepare
 
+Asked = Callable[[int], "RowsQuestion | AttributeQuestion"]
+"""What is asked in a turn."""
+
 ACTORS = (1, 2, 4)
 _LAYER = 1  # of three: 800 inputs, 800 outputs
 _ROWS, _MACHINES, _CORES = 10**10, 100, 32
+_NOWHERE = Memory("", Path(), "0", np.zeros((64, 800), np.float32))
 
 
 @dataclass(frozen=True)
@@ -76,16 +85,28 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200, help="of the smaller; 4 times without")
     parser.add_argument("--scratch", type=Path, help="folder for temporary files")
     parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--only", default="", help="questions whose name holds this")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    data, steps = arguments.data, arguments.steps
     with tempfile.TemporaryDirectory(dir=arguments.scratch) as folder:
         scratch = Path(folder)
-        small = trained(arguments.data, scratch, arguments.steps, 8)
-        large = arguments.index or trained(arguments.data, scratch, 4 * arguments.steps, 8)
-        memories = [recorded(path, arguments.data)[_LAYER] for path in (small, large)]
         fleet = Fleet(LOCAL, max(ACTORS), Settings(prepare), threads=1)
+        result: dict[str, Any] = {}
         try:
-            result = compare(fleet, memories, arguments.rounds)
+            for adamw, asked in ((False, questions), (True, followed)):
+
+                def of(memory: Memory, asked: Any = asked) -> dict[str, Asked]:
+                    found: dict[str, Asked] = asked(memory)
+                    return {name: ask for name, ask in found.items() if arguments.only in name}
+
+                if not of(_NOWHERE):
+                    continue
+                small = trained(data, scratch, steps, 8, adamw=adamw)
+                large = None if adamw else arguments.index
+                large = large or trained(data, scratch, 4 * steps, 8, adamw=adamw)
+                memories = [recorded(path, data)[_LAYER] for path in (small, large)]
+                result |= compare(fleet, memories, of, arguments.rounds)
         finally:
             fleet.close()
     text = json.dumps(result, indent=1)
@@ -94,11 +115,11 @@ def main() -> None:
         arguments.json.write_text(text + "\n")
 
 
-def questions(memory: Memory) -> dict[str, RowsQuestion]:
-    """What is asked."""
+def questions(memory: Memory) -> dict[str, Asked]:
+    """What is asked, in each turn."""
     layer, some = memory.layer, parse_filter("label != 3")
     eight = memory.queries[:8]
-    return {
+    always: dict[str, RowsQuestion] = {
         "top-k, 1 query": TopKQuestion(layer, memory.queries[:1]),
         "top-k, 64 queries": TopKQuestion(layer, memory.queries[:64]),
         "absolute sums by label, 8": SumsQuestion(
@@ -111,15 +132,47 @@ def questions(memory: Memory) -> dict[str, RowsQuestion]:
         "best examples by weight, 8": TopGroupsQuestion(layer, eight, by="example"),
     }
 
+    def again(question: RowsQuestion) -> Asked:
+        return lambda _: question
 
-def compare(fleet: Fleet, memories: list[Memory], rounds: int) -> dict[str, Any]:
+    return {name: again(question) for name, question in always.items()}
+
+
+def followed(memory: Memory) -> dict[str, Asked]:
+    """What is asked of a layer that AdamW trained."""
+    layer, eight = memory.layer, memory.queries[:8]
+    toward = np.zeros((8, 800), np.float32)
+    toward[:, 5] = 1.0
+    attributed = (AttributedLayer(layer, eight, toward),)
+
+    def of_unit(unit: int) -> TopKQuestion:
+        return TopKQuestion(layer, eight, rank_by="contribution", unit=unit)
+
+    return {
+        "AdamW: top-k by contribution, 8, of another unit": lambda turn: of_unit(100 + turn),
+        "AdamW: top-k by contribution, 8, of a unit again": lambda _: of_unit(5),
+        "AdamW: best labels by attribution, 8, to a unit again": lambda _: AttributeQuestion(
+            attributed, 8, by="label"
+        ),
+        "AdamW: filtered output, 8, of another filter": lambda turn: OutputQuestion(
+            layer, eight, where=parse_filter(f"label != 3 and step != {turn}")
+        ),
+        "AdamW: filtered output, 8, of a filter again": lambda _: OutputQuestion(
+            layer, eight, where=parse_filter("label != 3")
+        ),
+    }
+
+
+def compare(
+    fleet: Fleet, memories: list[Memory], asked: Callable[[Memory], dict[str, Asked]], rounds: int
+) -> dict[str, Any]:
     """Every question to every memory with every number of actors, and the model of each."""
     found: dict[str, list[Measured]] = {}
     for memory in memories:
         opened = {
             count: Machines(fleet, "cpu", count).open(version_at(memory.path)) for count in ACTORS
         }
-        for name, question in questions(memory).items():
+        for name, question in asked(memory).items():
             rows = opened[1].layer(memory.layer).rows
             for count, one in measured(fleet, opened, question, rounds).items():
                 found.setdefault(name, []).append(Measured(rows, count, *one))
@@ -137,20 +190,20 @@ def compare(fleet: Fleet, memories: list[Memory], rounds: int) -> dict[str, Any]
 
 
 def measured(
-    fleet: Fleet, opened: dict[int, SpreadIndex], question: RowsQuestion, rounds: int
+    fleet: Fleet, opened: dict[int, SpreadIndex], question: Asked, rounds: int
 ) -> dict[int, tuple[float, float, float, int, int]]:
     """One question by so many actors each, in turns."""
     seconds: dict[int, list[float]] = {count: [] for count in opened}
     server, actors = dict.fromkeys(opened, 0.0), {count: np.zeros(fleet.count) for count in opened}
     moved, requests = {}, {}
     for index in opened.values():
-        index.ask(question)  # opens, maps and checks what it needs
-    for _ in range(rounds):
+        ask(index, question(0))  # opens, maps and checks what it needs
+    for turn in range(1, rounds + 1):
         for count, index in opened.items():
             before = _spent(fleet)
             mine, traffic, asked = time.process_time(), _moved(fleet), fleet.traffic.requests
             begin = time.perf_counter()
-            index.ask(question)
+            ask(index, question(turn))
             seconds[count].append(time.perf_counter() - begin)
             server[count] += time.process_time() - mine
             moved[count] = _moved(fleet) - traffic
@@ -166,6 +219,14 @@ def measured(
         )
         for count in opened
     }
+
+
+def ask(index: SpreadIndex, question: RowsQuestion | AttributeQuestion) -> None:
+    """Have it answered."""
+    if isinstance(question, AttributeQuestion):
+        index.attribute(question)
+    else:
+        index.ask(question)
 
 
 def modelled(found: list[Measured]) -> dict[str, Any]:

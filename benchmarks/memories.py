@@ -64,7 +64,9 @@ def network() -> nn.Sequential:
     )
 
 
-def trained(data: Path, folder: Path, steps: int, shards: int | None = None) -> Path:
+def trained(
+    data: Path, folder: Path, steps: int, shards: int | None = None, *, adamw: bool = False
+) -> Path:
     """Train the paper's network with the authors' settings, and publish what it recorded.
 
     Args:
@@ -72,18 +74,22 @@ def trained(data: Path, folder: Path, steps: int, shards: int | None = None) -> 
         folder: Where the index goes.
         steps: How many.
         shards: In so many, all of one size; None leaves it to the build.
+        adamw: By AdamW, in place of the authors' SGD.
 
     Returns:
         The index, in `folder`; the recording is gone.
     """
-    index = folder / f"mnist-{steps}"
+    name = f"adamw-{steps}" if adamw else f"{steps}"
+    index = folder / f"mnist-{name}"
     if index.exists():
         return index
     inputs, labels = images(data, "train")
     model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=3e-3, momentum=0.9)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=3e-3, momentum=0.9)
+    if adamw:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     random = np.random.default_rng(0)
-    recording = folder / f"recording-{steps}"
+    recording = folder / f"recording-{name}"
     with Recorder(model, optimizer, recording) as recorder:
         for _ in range(steps):
             ids = torch.from_numpy(random.integers(0, len(labels), BATCH))

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 from dualform._errors import DualformError
@@ -37,6 +38,47 @@ def imported() -> Any:
             f"several machines need Ray, which is not installed: {pip_install('ray')}"
         ) from None
     return ray
+
+
+def seats(ray: Any, count: int, device: str | Sequence[str], *, fixed: bool) -> list[int]:
+    """How many GPUs each process of a cluster takes.
+
+    Ray shows a process those that it asked for, and no others. "auto" shares all out that there
+    are, to processes that may be more; of GPUs that are named each process takes as many as make
+    the last of them there.
+
+    Args:
+        ray: What `imported` gives, connected.
+        count: How many processes there would be without GPUs.
+        device: As `dualform.questions.placement.device_names` gives it.
+        fixed: So many there must be; else with GPUs one for each, and for each node without.
+
+    Returns:
+        For each process.
+
+    Raises:
+        FleetError: There are not GPUs enough that are named.
+    """
+    of_nodes = [int(node["Resources"].get("GPU", 0)) for node in nodes(ray)]
+    if device == "cpu" or (device == "auto" and not any(of_nodes)):
+        return [0] * count
+    if device == "auto":
+        without = of_nodes.count(0)
+        if not fixed:
+            return [1] * sum(of_nodes) + [0] * without
+        each = max(
+            (n for n in range(1, max(of_nodes) + 1) if sum(g // n for g in of_nodes) >= count),
+            default=0,
+        )
+        return [each] * count if each else [1] * sum(of_nodes) + [0] * (count - sum(of_nodes))
+    each = 1 + max(int(name.partition(":")[2]) for name in device)
+    most = sum(gpus // each for gpus in of_nodes)
+    if most < (count if fixed else 1):
+        raise FleetError(
+            f"device is {', '.join(device)}, of each actor's own GPUs, and the cluster's "
+            f"{sum(of_nodes)} are enough for {most} actors; ask for as many, or say device: auto"
+        )
+    return [each] * (count if fixed else most)
 
 
 def connect(ray: Any, address: str, count: int | None) -> int:

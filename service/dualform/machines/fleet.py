@@ -24,7 +24,7 @@ from dualform.engine.errors import (
     DataLossError,
     EngineError,
 )
-from dualform.machines.cluster import LOCAL, FleetError, connect, imported, nodes
+from dualform.machines.cluster import LOCAL, FleetError, connect, imported, nodes, seats
 from dualform.machines.machine import (
     About,
     Machine,
@@ -35,6 +35,7 @@ from dualform.machines.machine import (
     unpacked,
 )
 from dualform.machines.parts import Part
+from dualform.questions.placement import device_names
 
 _LOOK_S = 0.05
 _WATCH_S = 0.25
@@ -125,10 +126,12 @@ class Fleet:
 
     Args:
         address: Of a Ray cluster, "auto" for the one that this machine belongs to, or LOCAL.
-        count: How many; None for one on each node, or of LOCAL one for each core.
+        count: How many; None for one on each node, or of LOCAL one for each core; where there are
+            GPUs to be used, for one for each of those.
         settings: How their processes are set up.
         threads: Requests that each works on at a time.
         patience: How long is waited.
+        device: Which GPUs are used, as `Machines` takes it: each machine asks Ray for its own.
 
     Raises:
         FleetError: Ray is not installed, or not there, or has no room for so many.
@@ -141,6 +144,7 @@ class Fleet:
         settings: Settings | None = None,
         threads: int = 3,
         patience: Patience | None = None,
+        device: str | Sequence[str] = "cpu",
     ) -> None:
         self._ray = imported()
         self._patience = patience or Patience()
@@ -150,7 +154,9 @@ class Fleet:
         self._wake, self._closed = threading.Event(), threading.Event()
         self._tickets = itertools.count(1)
         self.traffic = Traffic()
-        self.count = connect(self._ray, address, count)
+        there = connect(self._ray, address, count)
+        self._gpus = seats(self._ray, there, device_names(device), fixed=count is not None)
+        self.count = len(self._gpus)
         self._sharing = -(-self.count // max(1, len(nodes(self._ray))))
         self._actor = self._ray.remote(
             num_cpus=1,
@@ -242,7 +248,8 @@ class Fleet:
                 self._ray.shutdown()
                 raise FleetError(
                     f"{there} of {self.count} actors came within {self._patience.start:g} s: each "
-                    f"takes one of the cluster's {cores:g} CPUs; ask for fewer, or add nodes"
+                    f"takes one of the cluster's {cores:g} CPUs{self._of_gpus()}; ask for fewer, "
+                    "or add nodes"
                 )
             time.sleep(_LOOK_S / 5)
 
@@ -252,7 +259,9 @@ class Fleet:
             if seat is not None and not seat.lost:
                 continue
             if number not in self._coming:
-                spread = self._actor.options(scheduling_strategy="SPREAD")
+                spread = self._actor.options(
+                    scheduling_strategy="SPREAD", num_gpus=self._gpus[number]
+                )
                 handle = spread.remote(self._settings, self._sharing)
                 self._coming[number] = handle, self._about(handle)
                 continue
@@ -274,7 +283,20 @@ class Fleet:
                     "install the same on all"
                 )
             self._seats[number] = _Running(number, handle, about, time.monotonic())
-            _LOG.info("machine %d is process %d on %s", number, about.process, about.host)
+            _LOG.info(
+                "machine %d is process %d on %s%s",
+                number,
+                about.process,
+                about.host,
+                f", with GPU {about.gpus}" if self._gpus[number] else "",
+            )
+
+    def _of_gpus(self) -> str:
+        """What they take of GPUs, in words."""
+        if not any(self._gpus):
+            return ""
+        there = self._ray.cluster_resources().get("GPU", 0)
+        return f", and {sum(self._gpus)} of its {there:g} GPUs are asked for"
 
     def _watch(self) -> None:
         """Replace machines that are lost, and give up those that are silent."""

@@ -59,11 +59,13 @@ class About:
         process: Its process id.
         host: What its system calls itself.
         version: Of dualform.
+        gpus: The numbers of those that Ray lets it see, as CUDA_VISIBLE_DEVICES has them.
     """
 
     process: int
     host: str
     version: str
+    gpus: str = ""
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,8 @@ class Machine:
 
     def about(self) -> About:
         """Who this is; also shows that it is there."""
-        return About(os.getpid(), platform.node(), __version__)
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        return About(os.getpid(), platform.node(), __version__, gpus)
 
     def ask(self, ticket: int, part: Part, request: bytes) -> bytes:
         """Do what a request says.

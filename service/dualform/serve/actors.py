@@ -32,7 +32,8 @@ def machines(config: ServerConfig, ray: RayActors) -> Machines:
     # The cheap place of the queue has a scan too.
     threads = config.limits.concurrent_scans + 1
     try:
-        fleet = Fleet(ray.address, ray.actors, Settings(prepare, memory), threads)
+        settings = Settings(prepare, memory)
+        fleet = Fleet(ray.address, ray.actors, settings, threads, device=config.device)
     except FleetError as error:
         raise ConfigError(f"ray: {error}") from None
     return Machines(fleet, config.device, gpu_memory=config.gpu_memory)
