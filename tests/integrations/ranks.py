@@ -1,8 +1,14 @@
-"""One rank of a framework's own data-parallel training: `ranks.py FRAMEWORK FOLDER`."""
+"""A framework's own data-parallel training of two ranks: `ranks.py FRAMEWORK FOLDER`.
+
+The second is a fork of the first, which has imported the framework by then.
+"""
 
 from __future__ import annotations
 
+import importlib
+import os
 import sys
+import warnings
 from pathlib import Path
 
 import torch
@@ -69,6 +75,18 @@ def lightning(folder: Path) -> None:
     ).fit(Module(), torch.utils.data.DataLoader(data, 3))
 
 
-if __name__ == "__main__":
+def main(framework: str, folder: Path) -> int:
+    """How both ended."""
+    warnings.simplefilter("ignore")
+    importlib.import_module(
+        {"trainer": "transformers.trainer", "lightning": "lightning"}[framework]
+    )
     torch.manual_seed(0)
-    {"trainer": trainer, "lightning": lightning}[sys.argv[1]](Path(sys.argv[2]))
+    second = os.fork()
+    os.environ["RANK"] = os.environ["LOCAL_RANK"] = "0" if second else "1"
+    {"trainer": trainer, "lightning": lightning}[framework](folder)
+    return os.waitstatus_to_exitcode(os.waitpid(second, 0)[1]) if second else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], Path(sys.argv[2])))

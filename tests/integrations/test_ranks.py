@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import warm
 
 from dualform.client import Client
 from dualform.engine import verify_index
@@ -26,7 +24,7 @@ def free_port() -> int:
     [("trainer", "transformers", "example"), ("lightning", "lightning", "label")],
 )
 def test_both_ranks_become_one_index(
-    tmp_path: Path, framework: str, package: str, column: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, framework: str, package: str, column: str
 ) -> None:
     pytest.importorskip(package)
     common = {
@@ -37,19 +35,13 @@ def test_both_ranks_become_one_index(
         "ACCELERATE_USE_CPU": "true",
         "PYTHONWARNINGS": "ignore",
     }
-    program = [sys.executable, str(Path(__file__).with_name("ranks.py")), framework, str(tmp_path)]
-    ranks = [
-        subprocess.Popen(
-            program,
-            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    said = [rank.communicate(timeout=300)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], said
+    program = ["-m", "tests.integrations.ranks"]
+    with monkeypatch.context() as patch:
+        for name, value in common.items():
+            patch.setenv(name, value)
+        ranks = warm.start("python", *program, framework, tmp_path)
+    said = ranks.communicate()[1]
+    assert ranks.returncode == 0, said
     build_index(tmp_path / "run", tmp_path / "index")
     report = verify_index(tmp_path / "index")
     assert report.ok, report

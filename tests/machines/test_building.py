@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -170,25 +168,15 @@ def test_what_is_wrong_is_said(
 @pytest.mark.parametrize("recording", [None], indirect=True)
 def test_the_command(recording: Path, plain: dict[str, bytes], ray_folder: Path) -> None:
     index = recording.parent / "by-command"
-    command = [sys.executable, "-m", "dualform.cli", "index", "build"]
-    arguments = ["--shard-rows", str(SHARD), "--parts", "label", "--ray"]
-    process = subprocess.run(
-        [*command, str(recording), str(index), *arguments, "local", "--workers", "2"],
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert process.returncode == 0, process.stderr
+    arguments = ["--shard-rows", SHARD, "--parts", "label", "--ray"]
+    command = ("dualform", "index", "build", recording)
+    done = warm.run(*command, index, *arguments, "local", "--workers", 2)
+    assert done.returncode == 0, done.stderr
     assert files(index) == plain
-    elsewhere = [recording, f"{index}2", *arguments, "127.0.0.1:1"]
-    wrong = warm.run("dualform", "index", "build", *elsewhere)
+    wrong = warm.run(*command, f"{index}2", *arguments, "127.0.0.1:1")
     assert wrong.returncode == 2
     assert "Ray cannot be reached at 127.0.0.1:1" in wrong.stderr
-    stopped = subprocess.Popen(
-        [*command, str(recording), f"{index}3", *arguments, "local", "--workers", "1"],
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    stopped = warm.start(*command, f"{index}3", *arguments, "local", "--workers", 1)
     pieces = index.with_name(f".{index.name}3.pieces")
     until = time.monotonic() + 100
     while not list(pieces.glob("notes/*.json")) and time.monotonic() < until:

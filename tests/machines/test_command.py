@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,18 +14,13 @@ from dualform.client import Client
 from dualform.engine import Index
 from dualform.serve import ConfigError, RayActors, ServerConfig
 
-COMMAND = [sys.executable, "-m", "dualform.cli", "serve"]
-
 
 def test_the_command_serves_from_processes_and_ends_them(
     sharded_index: Path, ray_folder: Path
 ) -> None:
-    arguments = [str(sharded_index), "--ray", "local", "--actors", "2", "--port", "0"]
-    process = subprocess.Popen(
-        [*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    arguments = [sharded_index, "--ray", "local", "--actors", 2, "--port", 0]
+    process = warm.start("dualform", "serve", *arguments)
     try:
-        assert process.stdout is not None
         listening = process.stdout.readline()
         assert listening.startswith("listening on "), process.communicate(timeout=60)[1]
         children = psutil.Process(process.pid).children(recursive=True)

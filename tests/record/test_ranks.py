@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import warm
 from torch import nn
 
 from dualform.cli.main import main
@@ -40,19 +38,8 @@ EXACT = [
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where both ranks trained all scenarios."""
     path = tmp_path_factory.mktemp("ranks")
-    root = Path(__file__).parents[2]
-    program = [sys.executable, "-m", "tests.record.ranks_trainer"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [*program, str(rank), str(WORLD), str(path)],
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=root,
-            env=environment,
-        )
-        for rank in range(WORLD)
-    ]
+    program = ["-m", "tests.record.ranks_trainer"]
+    ranks = [warm.start("python", *program, rank, WORLD, path) for rank in range(WORLD)]
     said = [rank.communicate(timeout=300)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0] * WORLD, said
     (path / "said").write_text(said[0] + "\n--\n" + said[1])
