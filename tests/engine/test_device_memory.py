@@ -8,6 +8,7 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from standing_in import FAST, WAIT, Failing, repeats, tf32
 from synthetic import make_index
 
-from dualform.client import Residence
+from dualform.client import Residence, parse_filter
 from dualform.client._info import index_of
 from dualform.engine import Index
 from dualform.engine.devices import gpu, self_test
@@ -178,6 +179,84 @@ def test_paces_between_those_measured() -> None:
     for pace in (measured.nearest, measured.furthest, measured.sums, measured.outputs):
         assert pace.call > 0
     assert measured.upload > 0
+
+
+def test_values_follow_keys_and_leave_first(
+    memory: tuple[Path, np.ndarray], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Outputs need values there; without room for them they are the CPU's, and top-k is not."""
+    path, keys = memory
+    devices = Devices([StandIn()], 64 << 20, paces=FAST)
+    where = parse_filter("step > 1")
+    with (
+        caplog.at_level(logging.INFO, "dualform.engine"),
+        Index.open(path, devices=devices) as index,
+        Index.open(path, device="cpu") as cpu,
+    ):
+        layer = index.layers["fc"]
+        assert devices.settle(WAIT)
+        assert f"the keys of {len(keys)} rows lie on stand-in:0" in caplog.text
+        assert f"the values of {len(keys)} rows lie on stand-in:0" in caplog.text
+        output = index.dual_output("fc", keys[:2], where=where)
+        assert output.plan.strategy == "device"
+        devices.places[0].budget = keys.nbytes + 100
+        devices.add("again", [layer])  # looks anew at what fits
+        assert devices.settle(WAIT)
+        (residence,) = devices.residences(layer)
+        assert (residence.key_bytes, residence.value_bytes) == (keys.nbytes, 0)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("dualform.engine.plan.offer.Offer.streams", lambda *_: False)
+            again = index.dual_output("fc", keys[:2], where=where)
+            expected = cpu.dual_output("fc", keys[:2], where=where)
+        np.testing.assert_allclose(again.values, expected.values, rtol=1e-5, atol=1e-3)
+        np.testing.assert_allclose(output.values, expected.values, rtol=1e-5, atol=1e-3)
+        assert index.top_k("fc", keys[:2], 3).plan.strategy == "device"
+
+
+def test_where_few_rows_remain_the_cpu_looks_at_them(memory: tuple[Path, np.ndarray]) -> None:
+    """A call to a device takes a while however few rows it is for: by costs, as everywhere."""
+    path, keys = memory
+    paces = Paces(*[Pace(2e-4, 1e-13, 1e-14)] * 4, upload=1e-3)
+    devices = Devices([StandIn()], 64 << 20, paces=paces)
+    devices.cpu_pace = 1.0
+    with Index.open(path, devices=devices) as index, Index.open(path, device="cpu") as cpu:
+        assert devices.settle(WAIT)
+        answered = {}
+        for text in ("label >= 0", "step = 1 and label = 2 and step = 3", "label = 2 and step = 1"):
+            where = parse_filter(text)
+            found = index.top_k("fc", keys[:64], 10, where=where)
+            expected = cpu.top_k("fc", keys[:64], 10, where=where)
+            np.testing.assert_array_equal(found.rows, expected.rows)
+            np.testing.assert_array_equal(found.scores, expected.scores)
+            answered[text] = found.plan.strategy
+            asked = index.top_k("fc", keys[:64], 10, where=where, strategy="device")
+            np.testing.assert_array_equal(asked.rows, expected.rows)
+        assert answered["label >= 0"] == "device"
+        assert answered["step = 1 and label = 2 and step = 3"] != "device"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (lambda scores, places: (scores, (places + 1) % 2048), "further from float64's"),
+        (lambda scores, places: (scores, torch.full_like(places, -1)), "no rows of the memory"),
+        (
+            lambda scores, places: (scores[:, 1:], places[:, 1:]),
+            "left out a row that is surely better",
+        ),
+    ],
+)
+def test_a_device_that_finds_other_rows_is_refused(wrong: Any, says: str) -> None:
+    """As a kernel might that the driver compiled wrongly."""
+
+    class Wrong(StandIn):
+        def nearest(self, keys: torch.Tensor, queries: torch.Tensor, k: int) -> Any:
+            more = min(k + 1, len(keys)) if says.startswith("left") else k
+            return wrong(*super().nearest(keys, queries, more))
+
+    devices = Devices([Wrong()], 64 << 20, paces=FAST)
+    assert devices.places == []
+    assert says in str(devices.why_not())
 
 
 @settings(max_examples=200, deadline=None)

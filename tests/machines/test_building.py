@@ -23,6 +23,7 @@ from dualform.machines import building
 from dualform.machines.building import build_on_machines
 from dualform.machines.fleet import Fleet
 from dualform.store import ExistsError
+from dualform.store.index import IndexManifest
 
 SHARD = 300
 OPTIONS = Options(shard_rows=SHARD, parts=("label",))
@@ -69,6 +70,18 @@ def test_the_files_are_those_of_one_process(
     assert seen[-1][0] == seen[-1][1] > 0
     with pytest.raises(ExistsError, match="never overwritten"):
         build(recording, tmp_path / "index")
+
+
+@pytest.mark.parametrize("recording", [None], indirect=True)
+def test_packed_files_are_those_of_one_process(
+    fleet: Fleet, recording: Path, tmp_path: Path
+) -> None:
+    build(recording, tmp_path / "index", options=Options(shard_rows=SHARD, pack=True))
+    build_index(recording, tmp_path / "plain", shard_rows=SHARD, pack=True)
+    assert files(tmp_path / "index") == files(tmp_path / "plain")
+    manifest = IndexManifest.load(tmp_path / "index")
+    stored, unpacked = manifest.row_bytes("2")
+    assert stored < unpacked
 
 
 def test_an_interrupted_build_goes_on(
