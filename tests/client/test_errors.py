@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import pickle
 import shutil
@@ -45,6 +46,14 @@ NAN = np.full((1, D_IN), np.nan, np.float32)
 INF = np.full((1, D_IN), np.inf, np.float32)
 by_contribution = partial(dict, rank_by="contribution")
 
+
+class NoArray:
+    """What says that it is an array, and is none."""
+
+    def __array__(self, *args: Any, **kwargs: Any) -> np.ndarray:
+        raise RuntimeError("boom")
+
+
 REFUSALS: list[tuple[str, tuple[Any, ...], dict[str, Any], type[DualformError], str, str]] = [
     ("top_k", ("fc", ONE[:, :5]), {}, InvalidArgumentError, "queries", "12"),
     ("top_k", ("fc", ONE[:0]), {}, InvalidArgumentError, "queries", "empty"),
@@ -65,6 +74,8 @@ REFUSALS: list[tuple[str, tuple[Any, ...], dict[str, Any], type[DualformError], 
         "ar",
     ),
     ("top_k", ("fc", np.ma.masked_equal(ONE, 1)), {}, InvalidArgumentError, "queries", "filled"),
+    ("top_k", ("fc", io.StringIO("1 2 3")), {}, InvalidArgumentError, "queries", "float32"),
+    ("top_k", ("fc", NoArray()), {}, InvalidArgumentError, "queries", "array (boom)"),
     ("top_k", ("fc", ONE), {"k": True}, InvalidArgumentError, "k", "an int is needed"),
     ("top_k", ("fc", ONE), {"timeout": "9"}, InvalidArgumentError, "timeout", "seconds"),
     ("top_k", ("fc", ONE), {"timeout": True}, InvalidArgumentError, "timeout", "seconds"),

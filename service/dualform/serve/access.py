@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import re
+import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +19,11 @@ import grpc
 
 from dualform.engine.errors import InvalidArgumentError, NotFoundError
 from dualform.serve.config import ConfigError, read_small
-from dualform.serve.status import Refusal, refuse
+from dualform.serve.status import REQUEST_ID, Refusal, refuse
 
+OTHER = "other"
+"""What gRFC A66 calls methods that there are none of."""
+_ID = re.compile(r"[A-Za-z0-9._:/-]{1,64}")
 _LINE = re.compile(r"([A-Za-z0-9_.@-]+):([!-9;-~]+)(?::([A-Za-z0-9_.,-]+))?")
 
 
@@ -111,11 +115,22 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     Args:
         access: Tells who may.
         exempt: Method names, as "/package.Service/", that are left to themselves.
+        refused: Told of each call that is refused: its method, as "package.Service/Method", its
+            id, and why.
+        known: The methods that there are; others are `OTHER` to `refused`, however many.
     """
 
-    def __init__(self, access: Access, exempt: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        access: Access,
+        exempt: tuple[str, ...],
+        refused: Callable[[str, str, Refusal], None],
+        known: frozenset[str],
+    ) -> None:
         self._access = access
         self._exempt = exempt
+        self._refused = refused
+        self._known = known
 
     async def intercept_service(
         self,
@@ -123,16 +138,26 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
         """Continue, or answer with the refusal."""
-        if not handler_call_details.method.startswith(self._exempt):
-            found = self._access.client(handler_call_details.invocation_metadata)
+        method, metadata = handler_call_details.method, handler_call_details.invocation_metadata
+        if not method.startswith(self._exempt):
+            found = self._access.client(metadata)
             if isinstance(found, Refusal):
-                return _refusing(found)
+                name, request_id = method.removeprefix("/"), request_id_of(metadata)
+                self._refused(name if name in self._known else OTHER, request_id, found)
+                return _refusing(found, request_id)
         return await continuation(handler_call_details)
 
 
-def _refusing(refusal: Refusal) -> Any:
+def request_id_of(metadata: Any) -> str:
+    """The id that the caller gave its call, or one that is made."""
+    given = dict(metadata or ()).get(REQUEST_ID)
+    known = isinstance(given, str) and _ID.fullmatch(given)
+    return str(given) if known else secrets.token_hex(8)
+
+
+def _refusing(refusal: Refusal, request_id: str) -> Any:
     async def handle(_: Any, context: Any) -> None:
-        refuse(context, refusal)
+        refuse(context, refusal, request_id)
 
     # The same on the wire, whatever the method takes and gives.
     return grpc.stream_stream_rpc_method_handler(handle)

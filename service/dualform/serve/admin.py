@@ -13,7 +13,7 @@ import grpc
 
 from dualform.engine.messages.versions import Change
 from dualform.questions.quoted import unicode
-from dualform.serve.calls import request_id_of
+from dualform.serve.access import request_id_of
 from dualform.serve.config import ConfigError
 from dualform.serve.health import HealthBoard
 from dualform.serve.status import Refusal, refuse

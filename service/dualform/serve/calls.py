@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
-import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager
@@ -18,7 +16,7 @@ from typing import Any, TypeAlias
 import grpc
 
 from dualform.engine.errors import DataLossError
-from dualform.serve.access import Access, Client
+from dualform.serve.access import Access, Client, request_id_of
 from dualform.serve.budget import MemoryBudget
 from dualform.serve.reading import RequestReader
 from dualform.serve.scans import Asker
@@ -28,7 +26,6 @@ from dualform.serve.waiting import within
 UNREAD_S = 60.0
 """An answer in parts ends where its client takes none for this long."""
 
-_ID = re.compile(r"[A-Za-z0-9._:/-]{1,64}")
 _LOG = logging.getLogger("dualform.serve")
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
@@ -45,6 +42,7 @@ class Call:
         began: Monotonic seconds.
         facts: What the report tells beside: index, layer, queries, k, rows, strategy, reason.
         code: Canonical, once it has ended.
+        received, sent: Bytes of its messages.
     """
 
     method: str
@@ -54,6 +52,8 @@ class Call:
     began: float
     facts: dict[str, Any] = field(default_factory=dict)
     code: str = "OK"
+    received: int = 0
+    sent: int = 0
 
 
 Answer = Callable[[Call, bytes], Awaitable["bytes | Refusal"]]
@@ -69,6 +69,7 @@ class Calls:
         memory: Counts answers until they are sent.
         damage_found: Awaited after an answer failed because of a damaged file.
         ended: Told of every call that ended.
+        began: Told of every call that began, by its method.
         unread: Seconds after which a stream ends that its client does not read; UNREAD_S if None.
     """
 
@@ -80,12 +81,14 @@ class Calls:
         damage_found: Callable[[], Awaitable[None]],
         ended: Callable[[Call], None] = lambda call: None,
         unread: float | None = None,
+        began: Callable[[str], None] = lambda method: None,
     ) -> None:
         self._access = access
         self._reader = reader
         self._memory = memory
         self._damage_found = damage_found
         self._ended = ended
+        self._began = began
         self._unread = UNREAD_S if unread is None else unread
 
     def unary(self, method: str, answer: Answer) -> grpc.RpcMethodHandler[Any, Any]:
@@ -99,6 +102,7 @@ class Calls:
                     await self._refuse(call, found, context)
                     return b""
                 context.set_trailing_metadata(((REQUEST_ID, call.request_id),))
+                call.sent = len(found)
                 # Once more in gRPC, until the client has taken it.
                 held = 2 * len(found)
                 self._memory.hold(held)
@@ -133,6 +137,7 @@ class Calls:
         if found.name:
             call.asker.client = f"token {found.name}"
         async with self._reader.read(context) as data:
+            call.received = len(data) if isinstance(data, bytes) else 0
             yield data
 
     async def _send(
@@ -145,6 +150,7 @@ class Calls:
                     return part
                 try:
                     await within(self._unread, context.write(part))
+                    call.sent += len(part)
                 except (grpc.aio.UsageError, grpc.aio.InternalError):
                     # The client has gone, and gRPC has not got round to cancelling this call.
                     call.code = "CANCELLED"
@@ -163,6 +169,7 @@ class Calls:
         peer = context.peer()
         request_id = request_id_of(context.invocation_metadata())
         call = Call(method, request_id, Client(), Asker(peer, peer), time.monotonic())
+        self._began(method)
         try:
             yield call
         except Exception:
@@ -183,13 +190,6 @@ class Calls:
             _LOG.error("%s met a damaged index: %s", call.method, refusal.message)
             await self._damage_found()
         refuse(context, refusal, call.request_id)
-
-
-def request_id_of(metadata: Any) -> str:
-    """The id that the caller gave its call, or one that is made."""
-    given = dict(metadata or ()).get(REQUEST_ID)
-    known = isinstance(given, str) and _ID.fullmatch(given)
-    return str(given) if known else secrets.token_hex(8)
 
 
 def _note(call: Call, refusal: Refusal) -> None:

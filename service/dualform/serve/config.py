@@ -117,7 +117,8 @@ class ServerConfig:
         tls: Encrypts; see `TlsFiles`.
         tokens: File of bearer tokens, see `dualform.serve.access`; None lets everyone ask.
         open_health: Health checks need no token.
-        metrics: "HOST:PORT" where Prometheus finds metrics; None for nowhere.
+        metrics: "HOST:PORT" where Prometheus finds metrics, over TLS and with a token where
+            questions are asked so; None for nowhere.
         admin: "HOST:PORT", on loopback, where `dualform admin` is answered; None for nowhere.
         memory: Bytes of memory, not counting mapped files, that the process stays below; None for
             no limit.
@@ -173,10 +174,10 @@ class ServerConfig:
             )
         if self.metrics is not None:
             host, _ = split_address("metrics", self.metrics)
-            if not self.insecure and not _is_loopback(host):
+            if self.tls is None and not self.insecure and not _is_loopback(host):
                 raise ConfigError(
                     f"metrics is {self.metrics!r}: anyone who reaches {host} could read them, "
-                    "unencrypted; use 127.0.0.1, or say `insecure: true`"
+                    "unencrypted; use 127.0.0.1, give `tls:`, or say `insecure: true`"
                 )
         if self.admin is not None and not _is_loopback(split_address("admin", self.admin)[0]):
             raise ConfigError(

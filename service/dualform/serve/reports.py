@@ -11,12 +11,15 @@ import re
 import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dualform._install import pip_install
+from dualform.serve.access import OTHER
 from dualform.serve.budget import MemoryBudget
 from dualform.serve.calls import Call
-from dualform.serve.config import ConfigError, split_address
+from dualform.serve.config import ConfigError
 from dualform.serve.memory import anonymous_bytes
 from dualform.serve.reading import RequestReader
 from dualform.serve.scans import ScanQueue
@@ -25,6 +28,8 @@ from dualform.serve.telemetry import Telemetry
 if TYPE_CHECKING:
     from dualform.machines.spread import Machines
 
+SERVICE_NAME = "dualform.v1.AttributionService"
+_IO = Path("/proc/self/io")
 _PLAIN = re.compile(r"[A-Za-z0-9_.,:/@+-]*")
 _CALLS = logging.getLogger("dualform.calls")
 # gRFC A66's buckets, seconds.
@@ -33,6 +38,10 @@ _BUCKETS = (
     *(0.008, 0.01, 0.013, 0.016, 0.02, 0.025, 0.03, 0.04, 0.05, 0.065, 0.08, 0.1, 0.13, 0.16),
     *(0.2, 0.25, 0.3, 0.4, 0.5, 0.65, 0.8, 1, 2, 5, 10, 20, 50, 100),
 )
+
+
+# Bytes.
+_SIZES = (0, *(1024 * 2**n for n in (0, 1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22)))
 
 
 class IndexState(NamedTuple):
@@ -76,6 +85,11 @@ class Reports:
         self._telemetry = telemetry
         self._metrics = _Metrics(scans, reader, memory) if metrics else None
 
+    def began(self, method: str) -> None:
+        """A call of this method began."""
+        if self._metrics is not None:
+            self._metrics.count_begun(method)
+
     def ended(self, call: Call) -> None:
         """One call ended: a line, and the counts."""
         facts = facts_of(call)
@@ -96,19 +110,13 @@ class Reports:
         if self._metrics is not None:
             self._metrics.add_machines(machines)
 
-    def serve(self, address: str) -> None:
-        """Show the metrics there.
-
-        Raises:
-            ConfigError: The address cannot be listened on.
-        """
-        if self._metrics is not None:
-            self._metrics.serve(address)
+    def page(self, accept: str) -> tuple[str, bytes]:
+        """The metrics, for who accepts this: content type and text."""
+        assert self._metrics is not None
+        return self._metrics.page(accept)
 
     def close(self) -> None:
-        """Show them no more, and send what is left of the traces."""
-        if self._metrics is not None:
-            self._metrics.close()
+        """Send what is left of the traces."""
         if self._telemetry is not None:
             self._telemetry.close()
 
@@ -129,8 +137,8 @@ def facts_of(call: Call) -> dict[str, Any]:
 
 
 def _full(method: str) -> str:
-    """As gRPC's metrics call it."""
-    return f"dualform.v1.AttributionService/{method}"
+    """As gRPC's metrics call it: with its service, and "other" where there is none such."""
+    return method if "/" in method or method == OTHER else f"{SERVICE_NAME}/{method}"
 
 
 def _word(value: Any) -> str:
@@ -139,13 +147,23 @@ def _word(value: Any) -> str:
     return text if _PLAIN.fullmatch(text) else json.dumps(text)
 
 
-class _PageFaults:
-    """Pages that this process waited for while they were read from disk."""
+class _Counted:
+    """What somebody else counts: read when it is asked for."""
 
-    def __init__(self, prometheus: Any) -> None:
+    def __init__(self, prometheus: Any, scans: ScanQueue) -> None:
         self._metric = prometheus.core.CounterMetricFamily
+        self._scans = scans
 
     def collect(self) -> Iterator[Any]:
+        yield self._metric("dualform_scans", "Scans that began.", self._scans.begun)
+        # What the system read for this process, mapped files included; what the page cache had
+        # is not in it.
+        with suppress(OSError, StopIteration):
+            told = (line.split() for line in _IO.read_text().splitlines())
+            read = next(int(number) for name, number in told if name == "read_bytes:")
+            yield self._metric(
+                "dualform_storage_read_bytes", "Bytes read from storage, mapped files too.", read
+            )
         faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
         yield self._metric(
             "dualform_major_page_faults", "Pages read from disk as they were needed.", faults
@@ -203,6 +221,7 @@ class _Metrics:
         try:
             import prometheus_client as prometheus
             import prometheus_client.core
+            import prometheus_client.exposition
         except ImportError:
             raise ConfigError(f"metrics need prometheus-client: {pip_install('metrics')}") from None
         self._prometheus = prometheus
@@ -215,6 +234,19 @@ class _Metrics:
             (*method, "grpc_status"),
             buckets=_BUCKETS,
             registry=registry,
+        )
+        self._started = prometheus.Counter(
+            "grpc_server_call_started", "Calls that began.", method, registry=registry
+        )
+        self._sent, self._received = (
+            prometheus.Histogram(
+                f"grpc_server_call_{way}_total_compressed_message_size_bytes",
+                f"Bytes of a call's messages that were {way}.".replace("rcvd", "received"),
+                (*method, "grpc_status"),
+                buckets=_SIZES,
+                registry=registry,
+            )
+            for way in ("sent", "rcvd")
         )
         self._queued = prometheus.Histogram(
             "dualform_queued_seconds",
@@ -250,7 +282,7 @@ class _Metrics:
             method,
             registry=registry,
         )
-        registry.register(_PageFaults(prometheus))
+        registry.register(_Counted(prometheus, scans))
         self._resident = prometheus.Gauge(
             "dualform_index_resident_ratio",
             "Share of the index's keys in the page cache.",
@@ -289,9 +321,14 @@ class _Metrics:
     def _went_on(self, what: str, seconds: float) -> None:
         self._stopped.labels(_full(what)).observe(seconds)
 
+    def count_begun(self, method: str) -> None:
+        self._started.labels(_full(method)).inc()
+
     def count(self, call: Call) -> None:
         method = _full(call.method)
         self._duration.labels(method, call.code).observe(time.monotonic() - call.began)
+        self._sent.labels(method, call.code).observe(call.sent)
+        self._received.labels(method, call.code).observe(call.received)
         if call.asker.computed_s:
             self._queued.labels(method).observe(call.asker.queued_s)
             self._computed.labels(method).observe(call.asker.computed_s)
@@ -317,16 +354,6 @@ class _Metrics:
     def add_machines(self, machines: Machines) -> None:
         self._registry.register(_OfMachines(self._prometheus, machines))
 
-    def serve(self, address: str) -> None:
-        host, port = split_address("metrics", address)
-        try:
-            self._server, _ = self._prometheus.start_http_server(
-                port, host, registry=self._registry
-            )
-        except OSError as error:
-            raise ConfigError(f"cannot show metrics on {address}: {error.strerror}") from None
-
-    def close(self) -> None:
-        if self._server is not None:
-            self._server.shutdown()
-            self._server.server_close()
+    def page(self, accept: str) -> tuple[str, bytes]:
+        encode, kind = self._prometheus.exposition.choose_encoder(accept)
+        return kind, encode(self._registry)

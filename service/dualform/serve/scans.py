@@ -91,6 +91,7 @@ class ScanQueue:
     Belongs to the event loop that first awaits `run`.
 
     Attributes:
+        begun: How many scans began.
         stopped: Told of each scan whose caller gave up, once it has ended: what it was, and how
             many seconds it went on. Called in the scan's thread.
     """
@@ -103,6 +104,7 @@ class ScanQueue:
         self._streams: Counter[str] = Counter()
         self._pool = ThreadPoolExecutor(concurrent + 1, thread_name_prefix="scan")
         self._seconds = _UNKNOWN_S
+        self.begun = 0
         self.stopped: Callable[[str, float], None] = lambda what, seconds: None
 
     @property
@@ -154,6 +156,7 @@ class ScanQueue:
             if not admitted:
                 self.leave(asker.client)
         starting()
+        self.begun += 1
         asker.queued_s = time.monotonic() - came
         stop = _GivenUp()
         loop, expected = asyncio.get_running_loop(), asker.expected_s

@@ -12,6 +12,7 @@ import itertools
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import replace
@@ -26,18 +27,19 @@ from dualform.engine.messages.catalog import Catalog, Limits
 from dualform.engine.messages.opening import Opener
 from dualform.engine.messages.versions import Change
 from dualform.machines.spread import Machines
-from dualform.serve.access import Access, TokenInterceptor
+from dualform.serve.access import Access, Client, TokenInterceptor
 from dualform.serve.actors import machines
 from dualform.serve.admin import AdminServer
 from dualform.serve.budget import MemoryBudget
-from dualform.serve.calls import Calls
+from dualform.serve.calls import Call, Calls
 from dualform.serve.config import ConfigError, ServerConfig
 from dualform.serve.handlers import SERVICE, attribution_handlers
 from dualform.serve.health import HEALTH_SERVICE, HealthBoard
 from dualform.serve.memory import heap
+from dualform.serve.page import MetricsPage
 from dualform.serve.reading import AT_ONCE, RequestReader
 from dualform.serve.reports import IndexState, Reports
-from dualform.serve.scans import ScanQueue
+from dualform.serve.scans import Asker, ScanQueue
 from dualform.serve.status import Refusal
 from dualform.serve.telemetry import Telemetry
 from dualform.serve.tls import Certificates
@@ -56,6 +58,12 @@ MOST_CALLS_OF_A_CONNECTION = 256
 MOST_CALLS = 2048
 _REFLECTED = (SERVICE.full_name, HEALTH_SERVICE, reflection.SERVICE_NAME)
 _REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
+_BESIDE = frozenset(
+    (
+        *(f"{HEALTH_SERVICE}/{method}" for method in ("Check", "Watch", "List")),
+        *(f"{name}/ServerReflectionInfo" for name in (reflection.SERVICE_NAME, _REFLECTION_V1)),
+    )
+)
 # What a running server cannot take over.
 _FIXED = (
     *("listen", "device", "gpu_memory", "limits", "insecure", "open_health", "metrics", "admin"),
@@ -131,8 +139,18 @@ class Server:
         if isinstance(catalog.opener, Machines):
             self._reports.add_machines(catalog.opener)
         self._calls = Calls(
-            self._access, self._reader, self._memory, self._refresh, self._reports.ended
+            self._access,
+            self._reader,
+            self._memory,
+            self._refresh,
+            self._reports.ended,
+            began=self._reports.began,
         )
+        self._page = None
+        if config.metrics is not None:
+            self._page = MetricsPage(
+                config.metrics, self._reports.page, self._access, self._certificates
+            )
         self._admin = None
         if config.admin is not None:
             self._admin = AdminServer(config.admin, self.reload_again, self._health)
@@ -142,9 +160,10 @@ class Server:
         exempt = [f"/{SERVICE.full_name}/"]
         if config.open_health:
             exempt.append(f"/{HEALTH_SERVICE}/")
+        access = TokenInterceptor(self._access, tuple(exempt), self._refused, known=_BESIDE)
         traced = () if self._telemetry is None else self._telemetry.interceptors
         self._server = grpc.aio.server(
-            interceptors=[*traced, TokenInterceptor(self._access, tuple(exempt))],
+            interceptors=[*traced, access],
             options=[
                 ("grpc.max_receive_message_length", message),
                 ("grpc.max_send_message_length", message),
@@ -174,7 +193,7 @@ class Server:
         self._server.add_generic_rpc_handlers(
             (attribution_handlers(self._catalog, self._scans, self._calls, self._memory),)
         )
-        self._health.add_to(self._server)
+        self._health.add_to(self._server, None if self._config.open_health else self._access)
         reflection.enable_server_reflection(_REFLECTED, self._server)
         self._server.add_generic_rpc_handlers((_reflection_v1(),))
         await self._refresh()
@@ -186,8 +205,9 @@ class Server:
                 f"cannot listen on {listen}: the port is taken or the address is not of this "
                 "machine; choose another with --port, 0 for any free one"
             )
-        if self._config.metrics is not None:
-            self._reports.serve(self._config.metrics)
+        if self._page is not None:
+            await self._page.start()
+            _LOG.info("metrics are at %s", self._page.address)
         if self._admin is not None:
             await self._admin.start()
             _LOG.info("admin listens on %s", self._admin.address)
@@ -237,6 +257,12 @@ class Server:
         await self._tell(changes)
         return changes
 
+    def _refused(self, method: str, request_id: str, refusal: Refusal) -> None:
+        call = Call(method, request_id, Client(), Asker(), time.monotonic(), code=refusal.code)
+        call.facts["reason"] = refusal.reason
+        self._reports.began(method)
+        self._reports.ended(call)
+
     async def _tell(self, changes: list[Change]) -> None:
         for change in changes:
             _LOG.log(_LEVELS[change.outcome], "%s", change.detail)
@@ -284,7 +310,7 @@ class Server:
 
     async def _refresh(self) -> None:
         """Health and metrics say what is known of the indexes now."""
-        await self._health.refresh()
+        self._health.refresh()
         catalog = self._catalog
         self._reports.set_indexes(
             [
@@ -313,7 +339,7 @@ class Server:
             hurry: Once set, nothing is waited for any more.
         """
         hurry = hurry or asyncio.Event()
-        await self._health.drain()
+        self._health.drain()
         await _first(asyncio.sleep(NOTICE_S), hurry.wait())
         self._stopping.set()
         stopping = asyncio.create_task(self._server.stop(GRACE_S))
@@ -326,6 +352,8 @@ class Server:
             await self._sweeping
         if self._looking is not None:
             await _cancelled(self._looking)
+        if self._page is not None:
+            await self._page.stop()
         await asyncio.to_thread(self._reports.close)
         await asyncio.to_thread(self._scans.close)
         await asyncio.to_thread(self._catalog.close)

@@ -41,7 +41,7 @@ def query_matrix(queries: object, field: str = "queries") -> npt.NDArray[np.floa
     """
     words = MATRICES[field]
     many, one, width = words.many, words.one, words.width
-    if hasattr(queries, "detach"):
+    if hasattr(queries, "detach") and hasattr(queries, "dtype"):  # files can be detached too
         queries = _from_torch(queries, field)
     if isinstance(queries, np.ma.MaskedArray) and np.ma.is_masked(queries):
         raise InvalidArgumentError(
@@ -51,7 +51,7 @@ def query_matrix(queries: object, field: str = "queries") -> npt.NDArray[np.floa
         )
     try:
         array = np.asarray(queries)
-    except ValueError as error:
+    except Exception as error:  # whatever `__array__` of somebody's class raises
         raise InvalidArgumentError(
             f"{many} do not form an array ({error}); one row of {width} numbers per query is "
             "needed",
