@@ -31,7 +31,8 @@ LONGEST = (
     "tests/project/test_experiments.py",
     "tests/project/test_site.py",
     "tests/project/test_release.py",
-    "tests/cli/test_index.py",
+    "tests/record/test_compiled.py",
+    "tests/integrations/test_stacks.py",
 )
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -3,17 +3,16 @@ built by several machines; training and both of these killed in between."""
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
+import warm
 
 from dualform.engine import Index, verify_index
 from dualform.index import build_index
@@ -28,36 +27,34 @@ SHARD = 50
 PATIENCE_S = 120.0
 
 
-def start(folder: Path, first: int, last: int) -> list[subprocess.Popen[str]]:
+def start(folder: Path, first: int, last: int) -> list[warm.Process]:
     """All ranks."""
-    root = Path(__file__).parents[2]
-    arguments = [str(loop.WORLD), str(folder), str(first), str(last)]
-    return [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.machines.ranks_loop", str(rank), *arguments],
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=root,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(loop.WORLD)
-    ]
+    program = ["-m", "tests.machines.ranks_loop"]
+    arguments = [loop.WORLD, folder, first, last]
+    return [warm.start("python", *program, rank, *arguments) for rank in range(loop.WORLD)]
 
 
-def command(folder: Path, index: str, *options: str) -> subprocess.Popen[str]:
+# The command, with all that it says where its errors go.
+BUILD = """
+import os
+from dualform.cli.main import program
+os.dup2(2, 1)
+program()
+"""
+
+
+def command(folder: Path, index: str, *options: str) -> warm.Process:
     """`dualform index build` of the run, its words in INDEX.log."""
-    arguments = ["run", index, "--shard-rows", str(SHARD), "--parts", "label", *options]
-    with (folder / f"{index}.log").open("a") as log:
-        return subprocess.Popen(
-            [sys.executable, "-u", "-m", "dualform.cli", "index", "build", *arguments],
-            stdout=log,
-            stderr=log,
-            text=True,
-            cwd=folder,
-        )
+    arguments = [folder / "run", folder / index, "--shard-rows", SHARD, "--parts", "label"]
+    log = (folder / f"{index}.log").open("a+b")
+    return warm.start(BUILD, "index", "build", *arguments, *options, errors=log)
 
 
-def wait_until(is_so: Callable[[], bool], *running: subprocess.Popen[str]) -> None:
+def following(folder: Path) -> warm.Process:
+    return command(folder, "versions", "--follow", "--every", "0.1")
+
+
+def wait_until(is_so: Callable[[], bool], *running: warm.Process) -> None:
     until = time.monotonic() + PATIENCE_S
     while not is_so():
         assert time.monotonic() < until
@@ -88,26 +85,25 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
     (folder / "run").mkdir()
     (folder / "run" / ".rank-0.lock").touch()  # as for a moment, before a rank's folder is there
-    follower = command(folder, "versions", "--follow", "--every", "0.1")
-    wait_until(lambda: "waiting for training to begin" in said(), follower)
-    ranks = start(folder, 0, 20)
-    stopped = [folder / f"stopped-{rank}" for rank in range(loop.WORLD)]
-    wait_until(lambda: all(path.exists() for path in stopped), follower, *ranks)
-    for process in ranks:
-        process.kill()
-        process.communicate(timeout=PATIENCE_S)
-    # The last step that both had committed, of 20.
-    wait_until(lambda: "training was cut off after 17 committed steps" in said(), follower)
-    follower.kill()
-    follower.wait(timeout=PATIENCE_S)
+    with ExitStack() as started:
+        follower = started.enter_context(following(folder))
+        wait_until(lambda: "waiting for training to begin" in said(), follower)
+        ranks = [started.enter_context(rank) for rank in start(folder, 0, 20)]
+        stopped = [folder / f"stopped-{rank}" for rank in range(loop.WORLD)]
+        wait_until(lambda: all(path.exists() for path in stopped), follower, *ranks)
+        for process in ranks:
+            process.kill()
+        # The last step that both had committed, of 20.
+        cut_off = "training was cut off after 17 committed steps"
+        wait_until(lambda: cut_off in said(), follower)
     crashed = newest(folder / "versions")
     with Index.open(crashed, device="cpu") as index:
         assert (index.steps, index.complete) == (17, False)
-    follower = command(folder, "versions", "--follow", "--every", "0.1")
-    ranks = start(folder, loop.CHECKPOINT, loop.STEPS)
-    errors = [process.communicate(timeout=PATIENCE_S)[1] for process in ranks]
-    assert [process.returncode for process in ranks] == [0, 0], errors
-    assert follower.wait(timeout=PATIENCE_S) == 0, said()
+    with following(folder) as follower:
+        ranks = start(folder, loop.CHECKPOINT, loop.STEPS)
+        errors = [process.communicate(timeout=PATIENCE_S)[1] for process in ranks]
+        assert [process.returncode for process in ranks] == [0, 0], errors
+        assert follower.wait(timeout=PATIENCE_S) == 0, said()
     build_index(folder / "run", folder / "plain", shard_rows=SHARD, parts=["label"])
     return Run(folder, said())
 
@@ -149,13 +145,13 @@ def test_machines_build_what_one_process_builds(run: Run, fleet: Fleet, tmp_path
 
 
 def test_a_build_of_machines_that_was_killed_goes_on(run: Run, ray_folder: Path) -> None:
-    build = command(run.folder, "index", "--ray", "local", "--workers", "1")
+    on_ray = (run.folder, "index", "--ray", "local", "--workers", "1")
     pieces = run.folder / ".index.pieces"
-    wait_until(lambda: len(list(pieces.glob("notes/*.json"))) > 1, build)
-    build.send_signal(signal.SIGKILL)
-    build.wait(timeout=PATIENCE_S)
+    with command(*on_ray) as build:
+        wait_until(lambda: len(list(pieces.glob("notes/*.json"))) > 1, build)
+        build.send_signal(signal.SIGKILL)
     assert not (run.folder / "index").exists()
-    again = command(run.folder, "index", "--ray", "local", "--workers", "1")
-    assert again.wait(timeout=PATIENCE_S) == 0, (run.folder / "index.log").read_text()
+    with command(*on_ray) as again:
+        assert again.wait(timeout=PATIENCE_S) == 0, (run.folder / "index.log").read_text()
     assert files(run.folder / "index") == files(run.folder / "plain")
     assert not pieces.exists()
