@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "record": {"layers", "optimizers", "store", "v1"},
     "engine": {"optimizers", "questions", "store", "v1"},
     # Filters as text are the client's.
-    "replay": {"client", "engine", "record", "optimizers", "store", "v1"},
+    "replay": {"client", "engine", "questions", "record", "optimizers", "store", "v1"},
     "machines": {"engine", "index", "questions", "store", "v1"},
     "serve": {"machines", "engine", "questions", "record", "index", "store", "v1"},
     "client": {"engine", "layers", "questions", "record", "index", "store", "v1"},

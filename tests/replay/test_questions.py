@@ -207,14 +207,25 @@ def test_what_is_wrong_is_said_before_or_at_the_first_step(
         ({"rank_by": "contribution"}, "output units 0 to 47"),
         ({"rank_by": "contribution", "unit": 48}, "output units 0 to 47"),
         ({"rank_by": "contribution", "unit": 0, "at_step": 91}, "0 to 90"),
-        ({"rank_by": "gradient"}, "weight, contribution"),
+        ({"rank_by": "gradient"}, "'weight', 'contribution'"),
+        ({"rank_by": "cosine"}, "'weight' or 'contribution'"),
+        ({"k": 10**9}, "at most 16,384 rows"),
+        ({"k": 2.5}, "an int is needed"),
+        ({"layer": []}, "there are '0', '2', '4'"),
+        ({"queries": ["a"]}, "do not form a tensor"),
+        ({"rank_by": "contribution", "unit": 0, "at_step": 2.5}, "an int is needed"),
         ({"unit": 3}, "unit goes with"),
         ({"at_step": 3}, "at_step goes with"),
         ({"where": "label =="}, "where"),
         ({"where": 3}, "where is of type int"),
     ):
         with pytest.raises(ReplayError, match=message):
-            replay.top_k(k=3, **ask, **wrong)  # type: ignore[arg-type]
+            replay.top_k(**{"k": 3, **ask, **wrong})  # type: ignore[arg-type]
+    replay.top_k(k=np.int64(3), rank_by="contribution", unit=np.int64(1), **ask)  # type: ignore[arg-type]
+    with pytest.raises(ReplayError, match="True or False"):
+        replay.sums(**ask, group_by="label", absolute="no")  # type: ignore[arg-type]
+    with pytest.raises(ReplayError, match="an int is needed"):
+        replay.dual_output(**ask, at_step=2.5)  # type: ignore[arg-type]
     with pytest.raises(ReplayError, match="0 to 90"):
         replay.dual_output(**ask, at_step=-1)  # type: ignore[arg-type]
     for where, message in (("lable = 3", "unknown column 'lable'"), ("label = 'x'", "int64")):

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from dualform.engine.errors import InvalidArgumentError
+from dualform.engine.errors import EngineError, InvalidArgumentError
 from dualform.engine.memory.fold import Fold
 from dualform.engine.memory.tiles import Tile
 from dualform.engine.rows.table import Table
+from dualform.questions import QuestionError
 from dualform.replay.answers import Answer, DualOutput
 from dualform.replay.errors import ReplayError
 from dualform.replay.followed import FollowedOutput
@@ -86,13 +88,25 @@ class Asked:
                 reducer.update(selected, columns)
 
 
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Make a ReplayError of what is wrong with a question whatever it is asked of."""
+    try:
+        yield
+    except (QuestionError, EngineError) as error:
+        raise ReplayError(str(error)) from None
+
+
 def checked_queries(queries: np.ndarray | torch.Tensor, layer: str, d_in: int) -> torch.Tensor:
     """Queries as float32 [n, d_in], a copy.
 
     Raises:
         ReplayError: Another shape or dtype, none at all, or not finite.
     """
-    given = torch.as_tensor(queries).detach()
+    try:
+        given = torch.as_tensor(queries).detach()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ReplayError(f"queries to layer {layer!r} do not form a tensor ({error})") from None
     if given.dtype != torch.float32 or given.dim() != 2 or given.shape[1] != d_in or not len(given):
         raise ReplayError(
             f"queries to layer {layer!r} are {given.dtype} {list(given.shape)}; float32 "

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 import numpy as np
 import torch
 
 from dualform.engine.context import own_settings
 from dualform.engine.memory.tiles import Tile
+from dualform.engine.messages.limits import Limits
 from dualform.engine.rows.groups import Groups
 from dualform.engine.topk.contribution import Contribution
 from dualform.engine.topk.ranking import Ranking
@@ -19,13 +20,15 @@ from dualform.engine.topk.top_k import TopK as Reduced
 from dualform.engine.totals.coefficients import LayerCoefficients, initial_part, layer_coefficients
 from dualform.engine.totals.row_parts import WeightedValues
 from dualform.optimizers import LayerRun, layer_state
+from dualform.questions import OutputQuestion, SumsQuestion, TopKQuestion
+from dualform.questions.questions import Order, RankBy
 from dualform.record import StepBatch
 from dualform.record.sink import State
 from dualform.replay.answers import Answer, DualOutput, Sums, TopK
 from dualform.replay.errors import DivergedError, ReplayError
 from dualform.replay.first_run import FirstRun, step_digests
 from dualform.replay.followed import FollowedOutput
-from dualform.replay.questions import Asked, Question, checked_queries, filter_of
+from dualform.replay.questions import Asked, Question, checked_queries, filter_of, refusals
 from dualform.replay.tiles import Tiles
 from dualform.store.ledger import InexactMark, LedgerRow
 from dualform.store.recording_format import RecordingManifest
@@ -100,7 +103,7 @@ class Replay:
         Args:
             layer: Its name.
             queries: float32 [n, d_in], finite.
-            k: Per query, and per group with group_by.
+            k: Per query, and per group with group_by; at most 16,384, as elsewhere.
             where: Which rows take part, such as "label = 6 and step < 3000"; None for all.
             group_by: A metadata column to rank within.
             order: "largest", "smallest" or "absolute".
@@ -115,27 +118,38 @@ class Replay:
                 inexact layer.
         """
         checked = self._queries(layer, queries)
-        if isinstance(k, bool) or not isinstance(k, int) or k < 1:
-            raise ReplayError(f"k is {k!r}; at least 1 is needed")
-        _check_one_of("order", order, ("largest", "smallest", "absolute"))
-        _check_one_of("rank_by", rank_by, ("weight", "contribution"))
+        with refusals():
+            question = TopKQuestion(
+                layer,
+                checked.numpy(),
+                k,
+                filter_of(where),
+                group_by,
+                cast(Order, order),
+                cast(RankBy, rank_by),
+                unit,
+                at_step,
+                distinct,
+            )
+            Limits().check_k(question.k)
+        if question.rank_by == "cosine":
+            raise ReplayError(
+                "a replay ranks by 'weight' or 'contribution'; ask an index for 'cosine'"
+            )
         contribution = end = None
-        if rank_by == "contribution":
+        if question.rank_by == "contribution":
             d_out = self._first.manifest.layers[layer].d_out
-            if isinstance(unit, bool) or not isinstance(unit, int) or not 0 <= unit < d_out:
+            if question.unit is None or not 0 <= question.unit < d_out:
                 raise ReplayError(
                     f"unit is {unit!r}; rank_by='contribution' needs one of layer {layer!r}'s "
                     f"output units 0 to {d_out - 1}"
                 )
-            end = self._last_step(layer, at_step)
-            contribution = Contribution(self._coefficients(layer, end), unit)
-        elif unit is not None or at_step is not None:
-            name = "unit" if unit is not None else "at_step"
-            raise ReplayError(f"{name} goes with rank_by='contribution', not with 'weight'")
-        ranking = Ranking(k, order, group_by, contribution, distinct)
+            end = self._last_step(layer, question.at_step)
+            contribution = Contribution(self._coefficients(layer, end), question.unit)
+        ranking = Ranking(question.k, order, group_by, contribution, distinct)
         answer = TopK(Reduced(checked, ranking), group_by is not None)
         columns = [name for name in (group_by, distinct) if name is not None]
-        return self._add(layer, checked, answer, filter_of(where), end, columns)
+        return self._add(layer, checked, answer, question.where, end, columns)
 
     @own_settings()
     def sums(
@@ -160,8 +174,10 @@ class Replay:
             ReplayError: An argument is wrong, or training has begun.
         """
         checked = self._queries(layer, queries)
-        answer = Sums(len(checked), group_by, absolute)
-        return self._add(layer, checked, answer, filter_of(where), None, [group_by])
+        with refusals():
+            question = SumsQuestion(layer, checked.numpy(), group_by, absolute, filter_of(where))
+        answer = Sums(len(checked), group_by, question.absolute)
+        return self._add(layer, checked, answer, question.where, None, [group_by])
 
     @own_settings()
     def dual_output(
@@ -186,7 +202,9 @@ class Replay:
             ReplayError: An argument is wrong, training has begun, or the layer is inexact.
         """
         checked = self._queries(layer, queries)
-        end = self._last_step(layer, at_step)
+        with refusals():
+            question = OutputQuestion(layer, checked.numpy(), filter_of(where), at_step, group_by)
+        end = self._last_step(layer, question.at_step)
         spec, groups = self._first.manifest.layers[layer], Groups(group_by)
         ledger, columns = self._first.ledger(), [] if group_by is None else [group_by]
         if not ledger.family.scalar:
@@ -199,7 +217,7 @@ class Replay:
                 0,
             )
             followed = FollowedOutput(run, checked, end, groups)
-            return self._add(layer, checked, followed, filter_of(where), end, columns)
+            return self._add(layer, checked, followed, question.where, end, columns)
         coefficients = self._coefficients(layer, end)
         names = (spec.weight, spec.bias)
         state = {
@@ -210,7 +228,7 @@ class Replay:
         initial = initial_part(spec, state, coefficients, checked)
         rows = WeightedValues(len(checked), spec.d_out, coefficients, groups)
         answer = DualOutput(initial, rows, groups)
-        return self._add(layer, checked, answer, filter_of(where), end, columns)
+        return self._add(layer, checked, answer, question.where, end, columns)
 
     @own_settings()
     def open(self, manifest: RecordingManifest) -> None:
@@ -294,7 +312,7 @@ class Replay:
     def _queries(self, layer: str, queries: np.ndarray | torch.Tensor) -> torch.Tensor:
         if self._opened:
             raise ReplayError("training has begun: rows are gone that this question is about")
-        spec = self._first.manifest.layers.get(layer)
+        spec = self._first.manifest.layers.get(layer) if isinstance(layer, str) else None
         if spec is None:
             raise ReplayError(
                 f"no layer {layer!r} was recorded; there are "
@@ -305,9 +323,9 @@ class Replay:
     def _last_step(self, layer: str, at_step: int | None) -> int:
         """After how many steps an output is asked for, once the layer is exact up to there."""
         end = self._first.steps if at_step is None else at_step
-        if isinstance(end, bool) or not 0 <= end <= self._first.steps:
+        if not 0 <= end <= self._first.steps:
             raise ReplayError(
-                f"at_step is {at_step!r}; training had {self._first.steps} steps, so it is one of "
+                f"at_step is {at_step}; training had {self._first.steps} steps, so it is one of "
                 f"0 to {self._first.steps}"
             )
         if not self._first.manifest.values:
@@ -394,11 +412,6 @@ class Replay:
         raise DivergedError(
             f"this training is not the first one: {problem}. To repeat it, {_REMEDY}"
         )
-
-
-def _check_one_of(name: str, value: str, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise ReplayError(f"{name} is {value!r}; allowed are {', '.join(allowed)}")
 
 
 def _same(a: np.ndarray, b: np.ndarray) -> bool:
