@@ -369,9 +369,8 @@ class Shard:
         files = [file for file in (self.keys, value_file) if file is not None]
         for file in files:
             file.expect(scattered=scattered)
-        few = queries <= ONE_BY_ONE
-        faiss = few and self.faiss and faiss_is_there()
-        in_place = self.keys.in_place and (faiss or not few)
+        faiss = self._multiplied_by_faiss(queries)
+        in_place = self.keys.in_place and (faiss or queries > ONE_BY_ONE)
         width = max(file.d for file in files)
         step = tile_rows(width, queries, once=once and in_place and count == self.rows)
         finite = None if self.finite.all() else self.finite
@@ -384,6 +383,9 @@ class Shard:
             yield Tile(
                 self.table, positions, tile_keys, tile_values, self.max_norm, tile_finite, faiss
             )
+
+    def _multiplied_by_faiss(self, queries: int) -> bool:
+        return self.faiss and queries <= ONE_BY_ONE and faiss_is_there()
 
     def _reader(self, in_place: bool, most: int) -> Callable[[np.ndarray | slice], torch.Tensor]:
         """Gives keys, up to so many at a time: those in a row where they lie, if that is asked for,
