@@ -105,16 +105,19 @@ def refused(call: Callable[[], Any], code: grpc.StatusCode) -> None:
 
 
 def grows(server: Uncollected, once: Callable[[], None]) -> float:
-    """MiB by which the server grows over TIMES calls, after two that make room for one."""
+    """MiB by which the server grows over TIMES calls, after two that make room for one: the least
+    of three rounds, since a leak grows in every one, and what a busy machine still has under way,
+    or malloc keeps, does not."""
     once()
     once()
-    before = server.mib()
-    for _ in range(TIMES):
-        once()
-    # What was given up may still be under way on a busy machine; what leaked stays.
-    until = time.monotonic() + 10
-    while (grown := server.mib() - before) >= MOST_MIB and time.monotonic() < until:
-        time.sleep(0.3)
+    grown = float("inf")
+    for _ in range(3):
+        before = server.mib()
+        for _ in range(TIMES):
+            once()
+        grown = min(grown, server.mib() - before)
+        if grown < MOST_MIB:
+            break
     return grown
 
 
@@ -190,9 +193,9 @@ def test_many_large_requests_at_once_are_not_all_in_memory(server: Uncollected) 
         for _ in range(clients):
             channel = channels.enter_context(grpc.insecure_channel(server.address, options))
             call = channel.unary_unary("/dualform.v1.AttributionService/TopK")
-            calls.append(call.future(request, timeout=20))
-        end = time.monotonic() + 20
-        while not all(call.done() for call in calls) and time.monotonic() < end:
+            calls.append(call.future(request))
+        end = time.monotonic() + 300  # as long as it takes to read them all, on a busy machine
+        while sum(call.done() for call in calls) < clients - 3 and time.monotonic() < end:
             most = max(most, server.now())
             time.sleep(0.02)
         for call in calls:
