@@ -18,6 +18,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 import warm
+from contrast import faint
 from markdown_it import MarkdownIt
 
 from dualform.v1 import admin_pb2, attribution_pb2
@@ -149,6 +150,23 @@ def test_search_has_every_page_and_opens_without_a_server(
     )
     hits = re.findall(r'<a href="([^"]*)\?h=[^"]*" class="md-search-result__link"', done.stdout)
     assert any(hit.endswith("glossary.html") for hit in hits), done.stderr
+
+
+def test_it_can_be_read_light_and_dark_wide_and_narrow(site: Path) -> None:
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("no Chromium to look with")
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as started:
+        flags = ["--no-sandbox", "--disable-gpu", "--host-resolver-rules=MAP * ~NOTFOUND"]
+        running = started.chromium.launch(executable_path=browser, args=flags)
+        for scheme, width in (("light", 1280), ("dark", 400)):
+            page = running.new_page(color_scheme=scheme, viewport={"width": width, "height": 900})
+            for name in ("explorer", "reference/dualform.client"):
+                page.goto((site / f"{name}.html").as_uri())
+                assert not faint(page, ":is(.md-header, .md-tabs, .md-sidebar, .md-content) *")
+                assert page.evaluate("document.documentElement.scrollWidth") <= width
+        running.close()
 
 
 def test_the_command_has_all_that_its_help_has(site: Path) -> None:
