@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -377,3 +378,17 @@ def test_nothing_to_serve_is_told(tmp_path: Path) -> None:
     assert "none of the indexes can be served" in done.stderr
     assert "manifest.json" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_who_connects_and_says_nothing_is_let_go(
+    digits_index: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dualform.serve.server.GREETING_MS", 500)
+    with serving({"digits": digits_index}) as served:
+        host, _, port = served.address.rpartition(":")
+        for beginning in (b"", b"PRI * HTTP/2.0\r\n"):
+            with socket.create_connection((host, int(port)), timeout=20) as silent:
+                silent.sendall(beginning)
+                while silent.recv(4096):
+                    pass  # the server's own greeting
+        assert served.health() == SERVING

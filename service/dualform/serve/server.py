@@ -54,6 +54,8 @@ that were there are nowhere."""
 LOOKS_FOR_ROWS = 10
 """Once in so many looks those are looked for that are nowhere."""
 MOST_CALLS_OF_A_CONNECTION = 256
+GREETING_MS = 20_000
+"""Who connects has said by then what HTTP/2, and TLS, begin with, or is let go."""
 # Health checks and reflection included; whatever is beyond is refused before it is read.
 MOST_CALLS = 2048
 _REFLECTED = (SERVICE.full_name, HEALTH_SERVICE, reflection.SERVICE_NAME)
@@ -175,6 +177,7 @@ class Server:
                 # Clients that vanished without a word are noticed.
                 ("grpc.keepalive_time_ms", 30_000),
                 ("grpc.keepalive_timeout_ms", 20_000),
+                ("grpc.server_handshake_timeout_ms", GREETING_MS),
                 ("grpc.max_concurrent_streams", MOST_CALLS_OF_A_CONNECTION),
             ],
             maximum_concurrent_rpcs=MOST_CALLS,
