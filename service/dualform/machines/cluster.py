@@ -63,14 +63,7 @@ def seats(ray: Any, count: int, device: str | Sequence[str], *, fixed: bool) -> 
     if device == "cpu" or (device == "auto" and not any(of_nodes)):
         return [0] * count
     if device == "auto":
-        without = of_nodes.count(0)
-        if not fixed:
-            return [1] * sum(of_nodes) + [0] * without
-        each = max(
-            (n for n in range(1, max(of_nodes) + 1) if sum(g // n for g in of_nodes) >= count),
-            default=0,
-        )
-        return [each] * count if each else [1] * sum(of_nodes) + [0] * (count - sum(of_nodes))
+        return _shared_out(of_nodes, count if fixed else sum(of_nodes) + of_nodes.count(0))
     each = 1 + max(int(name.partition(":")[2]) for name in device)
     most = sum(gpus // each for gpus in of_nodes)
     if most < (count if fixed else 1):
@@ -79,6 +72,15 @@ def seats(ray: Any, count: int, device: str | Sequence[str], *, fixed: bool) -> 
             f"{sum(of_nodes)} are enough for {most} actors; ask for as many, or say device: auto"
         )
     return [each] * (count if fixed else most)
+
+
+def _shared_out(of_nodes: Sequence[int], count: int) -> list[int]:
+    """As many of nodes' GPUs for each process as can be; of more processes some have none."""
+    each = max(of_nodes)
+    while each and sum(gpus // each for gpus in of_nodes) < count:
+        each -= 1
+    there = sum(of_nodes)
+    return [each] * count if each else [1] * there + [0] * (count - there)
 
 
 def connect(ray: Any, address: str, count: int | None) -> int:
