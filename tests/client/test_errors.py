@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import io
 import json
 import pickle
@@ -392,6 +393,20 @@ def test_a_closed_client_says_so(server: str, memory: Memory) -> None:
         client.close()
         with pytest.raises(FailedPreconditionError, match="closed"):
             client.indexes()
+
+
+def test_what_cannot_be_pickled_or_copied_says_so(remote: Client, local: Client) -> None:
+    clients = [remote, local, AsyncClient("localhost:1")]
+    for client in clients:
+        for way in (pickle.dumps, copy.copy, copy.deepcopy):
+            with pytest.raises(TypeError, match=r"make a .*Client where it is needed"):
+                way(client)
+    assert remote.top_k("fc", ONE, k=1).rows.shape == (1, 1)
+
+
+@pytest.mark.parametrize("timeout", [1e10, 1e300, 2**70, float("inf")])
+def test_a_timeout_beyond_all_clocks_is_none(remote: Client, timeout: float) -> None:
+    assert remote.top_k("fc", ONE, k=1, timeout=timeout).rows.shape == (1, 1)
 
 
 def test_errors_survive_pickling() -> None:

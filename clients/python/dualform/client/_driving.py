@@ -6,16 +6,27 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Iterator
 from contextlib import aclosing, closing
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from dualform.client._asking import Asking, Pause, Steps
 from dualform.client._transport import AsyncTransport, Transport
-from dualform.client.errors import DualformError, FailedPreconditionError
+from dualform.client.errors import CallError, DualformError, FailedPreconditionError
 
 T = TypeVar("T")
 
 
-class Driver:
+class _Unpicklable:
+    """What holds connections or maps, which belong to their process."""
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        name = type(self).__name__
+        raise CallError(
+            f"a {name} can be neither pickled nor copied: its connection, or the index that it has "
+            f"open, belongs to this process; make a {name} where it is needed, in each worker"
+        )
+
+
+class Driver(_Unpicklable):
     """Takes steps one after the other, and blocks meanwhile."""
 
     def _start(self, transport: Transport, asking: Asking) -> None:
@@ -62,7 +73,7 @@ class Driver:
             return result
 
 
-class AsyncDriver:
+class AsyncDriver(_Unpicklable):
     """As `Driver`; the loop runs on meanwhile."""
 
     def _start(self, transport: AsyncTransport, asking: Asking) -> None:

@@ -93,7 +93,7 @@ class Deadline:
                 f"timeout={timeout!r}: seconds above 0 are needed (math.inf for no limit)",
                 field="timeout",
             )
-        self._timeout = None if timeout is None or math.isinf(timeout) else timeout
+        self._timeout = None if timeout is None or timeout > _FOR_EVER_S else timeout
         self._end = None if self._timeout is None else time.monotonic() + self._timeout
 
     def remaining(self) -> float | None:
@@ -118,6 +118,8 @@ class Deadline:
 
 
 DEFAULT_RETRY = Retry()
+# Thirty years; gRPC's clocks cannot count much further, and take what is beyond for the past.
+_FOR_EVER_S = 1e9
 
 # The system's: the user's seeds and draws stay untouched, and processes forked from one differ.
 _RANDOM = random.SystemRandom()
