@@ -19,7 +19,7 @@ from synthetic import make_index, make_recording
 
 from dualform.client import Client
 from dualform.engine import verify_index
-from dualform.index import build_index
+from dualform.index import BuildError, build_index
 from dualform.record import Recorder
 from dualform.store import ExistsError, IndexManifest, NoSpaceError, NotFoundError
 from dualform.store.index import layer_directory
@@ -122,6 +122,25 @@ def test_what_is_no_recording_is_refused_and_leaves_nothing(tmp_path: Path) -> N
     with pytest.raises(NotFoundError, match="not a recording"):
         build_index(tmp_path / "nothing", tmp_path / "index")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_options_are_checked_before_anything_is_written(
+    tmp_path: Path, arrays: dict[str, np.ndarray]
+) -> None:
+    build(tmp_path, arrays, 300)
+    for wrong, message in (
+        ({"shard_rows": 2.5}, "a whole number"),
+        ({"shard_rows": True}, "a whole number"),
+        ({"values": "no"}, "values is 'no'; it is True or False"),
+        ({"pack": 1}, "pack is 1"),
+        ({"parts": "nope"}, "no column 'nope'"),
+    ):
+        with pytest.raises(BuildError, match=message):
+            build_index(tmp_path / "recording", tmp_path / "other", **wrong)  # type: ignore[arg-type]
+        assert not (tmp_path / "other").exists()
+    build_index(tmp_path / "recording", tmp_path / "other", shard_rows=np.int64(77))  # type: ignore[arg-type]
+    shards = IndexManifest.load(tmp_path / "other").spaces[0].shards
+    assert {shard.rows for shard in shards[:-1]} == {77}
 
 
 def test_without_values(tmp_path: Path, arrays: dict[str, np.ndarray]) -> None:

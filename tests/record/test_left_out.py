@@ -399,12 +399,23 @@ def test_nothing_at_all_is_kept(tmp_path: Path) -> None:
         ({"seed": -1}, "seed=-1: it is a whole number"),
         ({"seed": None}, "seed=None"),
         ({"zero_rows": 0}, "zero_rows=0: False leaves"),
+        ({"values": "no"}, "values='no': True records"),
     ],
 )
 def test_options_that_are_none(tmp_path: Path, options: dict[str, Any], said: str) -> None:
     with pytest.raises(OptionError, match=said) as caught:
         train(tmp_path / "r", **options)
     assert isinstance(caught.value, ValueError)
+    assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize("steps", ["10", 2.5, -1, True])
+def test_steps_that_are_none(tmp_path: Path, steps: Any) -> None:
+    """Said at once: it ended training at its first step."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(OptionError, match="how many steps are planned"):
+        Recorder(model, optimizer, tmp_path / "r", steps=steps)
     assert not (tmp_path / "r").exists()
 
 

@@ -82,7 +82,8 @@ def build_index(
             of a column can't be kept: it is not there, has no value or more than `MOST_GROUPS`, or
             its parts take too much memory.
     """
-    plan = make_plan(recording, Options(values, shard_rows, tuple(parts), round_keys, pack))
+    columns = (parts,) if isinstance(parts, str) else tuple(parts)
+    plan = make_plan(recording, Options(values, shard_rows, columns, round_keys, pack))
     target = Path(index).absolute()
     if announce is not None:
         plan.announce(announce)

@@ -43,6 +43,11 @@ class Options:
 
     def check(self) -> None:
         """Raise BuildError where one can't be."""
+        for name in ("values", "pack"):
+            if not isinstance(getattr(self, name), bool):
+                raise BuildError(f"{name} is {getattr(self, name)!r}; it is True or False")
+        if isinstance(self.shard_rows, bool) or not isinstance(self.shard_rows, (int, np.integer)):
+            raise BuildError(f"shard_rows is {self.shard_rows!r}; it must be a whole number")
         if self.shard_rows < 1:
             raise BuildError(f"shard_rows is {self.shard_rows}; it must be at least 1")
         if self.round_keys is not None and self.round_keys not in HALVES:
@@ -134,7 +139,7 @@ class Plan:
     def rows_per_shard(self, space: Space) -> int:
         """The rows of a shard: fewer than asked for where a file would outgrow its bytes."""
         widest = max(max(self.layers[name].row_bytes) for name in space.layers)
-        return max(1, min(self.options.shard_rows, SHARD_BYTES // widest))
+        return max(1, min(int(self.options.shard_rows), SHARD_BYTES // widest))
 
     def shards(self, space: Space) -> list[tuple[int, int]]:
         """Which rows each shard of a space has: its first, and the one after its last."""

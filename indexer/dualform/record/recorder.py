@@ -29,7 +29,7 @@ from dualform.record.optimizer import OptimizerView
 from dualform.record.ranks import Replica
 from dualform.record.recorded import RecordedLayer
 from dualform.record.resume import resume
-from dualform.record.row_choice import reason_of, sampling_of
+from dualform.record.row_choice import check_values_and_steps, reason_of, sampling_of
 from dualform.record.selection import select_layers
 from dualform.record.sink import Sink, StepBatch
 from dualform.record.tape import Tape
@@ -98,7 +98,8 @@ class Recorder:
             time, in the writing thread; `dualform record pack` does the same after training.
 
     Raises:
-        OptionError: `every`, `sample`, `seed`, `zero_rows`, `pack` or the path has no such value.
+        OptionError: `values`, `steps`, `every`, `sample`, `seed`, `zero_rows`, `pack` or the path
+            has no such value.
         LayerSelectionError: `layers` names nothing that can be recorded, weights are sharded or
             copied to several devices, or `model` is none.
         OptimizerError: `optimizer` is none.
@@ -127,6 +128,7 @@ class Recorder:
         pack: bool = False,
     ) -> None:
         self._sampling = sampling_of(every, sample, seed, zero_rows)
+        check_values_and_steps(values, steps)
         is_path = isinstance(path_or_sink, (str, os.PathLike))
         check_given(model, path_or_sink)
         check_pack(pack, is_path or isinstance(path_or_sink, DiskSink))

@@ -144,6 +144,18 @@ def sampling_of(every: Any, sample: Any, seed: Any, zero_rows: Any) -> Sampling:
     return Sampling(int(every), float(sample), int(seed), zero_rows)
 
 
+def check_values_and_steps(values: Any, steps: Any) -> None:
+    """Refuse a recorder's `values` that is neither true nor false, and `steps` that is no number.
+
+    Raises:
+        OptionError: One is.
+    """
+    if not isinstance(values, bool):
+        raise OptionError(f"values={values!r}: True records keys and values, False keys alone")
+    if steps is not None and (not _is_integer(steps) or steps < 0):
+        raise OptionError(f"steps={steps!r}: how many steps are planned, a whole number, or None")
+
+
 def reason_of(sampling: Sampling, dropped: Sequence[DroppedRows], follows: str | None) -> str:
     """Why a layer's rows no longer add up to it, for its mark.
 
