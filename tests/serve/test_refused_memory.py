@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,6 +19,8 @@ import psutil
 import pytest
 from synthetic import make_index
 
+from dualform.engine.errors import InvalidArgumentError
+from dualform.serve.status import Refusal, or_refusal
 from dualform.v1 import attribution_pb2 as pb
 from dualform.v1 import attribution_pb2_grpc
 
@@ -205,3 +210,29 @@ def test_many_large_requests_at_once_are_not_all_in_memory(server: Uncollected) 
     assert codes.count(grpc.StatusCode.RESOURCE_EXHAUSTED) >= clients - 3
     # While it is received a message is there twice, while it is worked on three times.
     assert most - before < (4 * 2 + 2 * 3) * REQUEST_MIB < clients * REQUEST_MIB
+
+
+@pytest.mark.parametrize("kind", [InvalidArgumentError, RuntimeError])
+def test_a_refusal_lets_go_of_frames_that_hold_their_own_error(
+    kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As contextlib's do in Python 3.12; a bug's frames likewise, once they are in the log."""
+    monkeypatch.setattr(logging.getLogger("dualform.serve"), "disabled", True)  # pytest keeps them
+    requests: list[weakref.ref[Any]] = []
+
+    def work() -> None:
+        request = np.zeros(3)
+        requests.append(weakref.ref(request))
+        try:
+            raise ValueError("too large")
+        except ValueError as error:
+            held = error
+            raise kind(str(held)) from None
+
+    gc.disable()
+    try:
+        refusal = or_refusal("TopK", work)
+        assert isinstance(refusal, Refusal)
+        assert requests[0]() is None
+    finally:
+        gc.enable()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -56,7 +57,8 @@ class Refusal:
 
     @classmethod
     def of(cls, error: EngineError) -> Refusal:
-        """What the caller learns of a refusal by the engine."""
+        """What the caller learns of a refusal by the engine; the error's frames are let go."""
+        _forget(error)
         return cls(error.code, str(error), error.reason, error.field, error.retry_after)
 
     @classmethod
@@ -88,10 +90,25 @@ def or_refusal(what: str, work: Callable[[], T]) -> T | Refusal:
 
 
 def bug(what: str) -> Refusal:
-    """The exception that is being handled as a refusal; its traceback goes to the log."""
+    """The exception that is being handled as a refusal; its traceback goes to the log, and away."""
     ticket = secrets.token_hex(4)
     _LOG.exception("%s failed [%s]", what, ticket)
+    _forget(sys.exc_info()[1])
     return Refusal.internal(ticket)
+
+
+def _forget(error: BaseException | None) -> None:
+    """Let go of the frames that an exception, and what it was raised for, would keep.
+
+    One on the way may hold the exception itself, as contextlib's does in Python 3.12 where an error
+    becomes another: the request would then stay until the garbage collector comes by.
+    """
+    todo = [error]
+    while todo:
+        each = todo.pop()
+        if each is not None and each.__traceback__ is not None:
+            each.__traceback__ = None
+            todo += [each.__context__, each.__cause__]
 
 
 def rich_status(refusal: Refusal, request_id: str | None = None) -> status_pb2.Status:
