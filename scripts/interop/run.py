@@ -2,10 +2,10 @@
 
     python scripts/interop/run.py FOLDER
 
-FOLDER/node_modules has what package.json names, FOLDER/venv grpc-requests. A small index is served
-over TLS with a token; Node's @grpc/grpc-js reads the .proto, grpc-requests knows the service by
-reflection alone. Their answers must be those of an index that is asked directly. Ends with status
-1 where one differs.
+FOLDER/node_modules has what package.json names, FOLDER/venv grpc-requests and grpcurl. A small
+index is served over TLS with a token; Node's @grpc/grpc-js reads the .proto, grpc-requests and
+grpcurl know the service by reflection alone. Their answers must be those of an index that is asked
+directly. Ends with status 1 where one differs.
 """
 
 from __future__ import annotations
@@ -64,6 +64,12 @@ def main() -> None:
                 "grpc-requests": [
                     str(folder / "venv/bin/python"),
                     str(HERE / "requests_client.py"),
+                    address,
+                    *files,
+                ],
+                "grpcurl": [
+                    str(folder / "venv/bin/python"),
+                    str(HERE / "grpcurl_client.py"),
                     address,
                     *files,
                 ],
