@@ -34,6 +34,13 @@ class Model(nn.Module):
         self.head.weight = self.embedding.weight
 
 
+def test_no_layer_is_no_choice(tmp_path: Path) -> None:
+    """It recorded steps without a layer, which building called damaged."""
+    with pytest.raises(LayerSelectionError, match=r"layers=\[\] names none"):
+        chosen(Model(), tmp_path / "r", [])
+    assert not (tmp_path / "r").exists()
+
+
 def chosen(model: nn.Module, path: Path, layers: Sequence[str] | None) -> list[str]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Recorder(model, optimizer, path, layers=layers):

@@ -141,6 +141,8 @@ def _match(
     if isinstance(patterns, str):
         patterns = [patterns]
     given = f"layers={list(patterns)}"
+    if not patterns:
+        raise LayerSelectionError(f"{given} names none; None takes all there are")
     wanted: set[str] = set()
     for pattern in patterns:
         matched = [n for n in modules if n == pattern or fnmatch.fnmatchcase(n, pattern)]
