@@ -199,6 +199,7 @@ def main(rank: int, world: int, folder: Path) -> None:
     shutil.copytree(folder / "SGD" / f"rank-{rank}", more / f"rank-{rank}")
     manifest = RecordingManifest.load(more / f"rank-{rank}")
     replace(manifest, ranks=Rank(rank, 3)).save(more / f"rank-{rank}")
+    dist.barrier()  # each looks at all folders
     messages = {
         "sharded": refused(lambda: Recorder(sharded, sgd(sharded), folder / "sharded")),
         "again": refused(lambda: Recorder(model, sgd(model), folder / "SGD")),

@@ -145,7 +145,9 @@ def test_a_bug_outside_a_scan_is_told_as_one_inside(
     assert f"reason=INTERNAL ticket={ticket}" in caplog.text
 
 
-def test_an_index_in_a_folder_whose_name_is_no_text(index: Path, tmp_path: Path) -> None:
+def test_an_index_in_a_folder_whose_name_is_no_text(
+    index: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = tmp_path / os.fsdecode(b"n\xff")
     try:
         shutil.copytree(index, folder)
@@ -161,3 +163,4 @@ def test_an_index_in_a_folder_whose_name_is_no_text(index: Path, tmp_path: Path)
         assert listed["i"].health == "serving"
         assert "udcff" in listed["odd"].health_reason
         served.reload()
+    assert all(each.getMessage().isprintable() for each in caplog.records)

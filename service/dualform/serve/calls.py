@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import grpc
 
 from dualform.engine.errors import DataLossError
+from dualform.questions.quoted import unicode
 from dualform.serve.access import Access, Client, request_id_of
 from dualform.serve.budget import MemoryBudget
 from dualform.serve.reading import RequestReader
@@ -187,7 +188,7 @@ class Calls:
     async def _refuse(self, call: Call, refusal: Refusal, context: Context) -> None:
         _note(call, refusal)
         if refusal.code == DataLossError.code:
-            _LOG.error("%s met a damaged index: %s", call.method, refusal.message)
+            _LOG.error("%s met a damaged index: %s", call.method, unicode(refusal.message))
             await self._damage_found()
         refuse(context, refusal, call.request_id)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
+from dualform.questions.quoted import unicode
 from dualform.serve import policy
 from dualform.serve.config import ConfigError, ServerConfig
 from dualform.serve.explorer import Explorer, check_installed
@@ -140,7 +141,7 @@ def _report(catalog: Catalog) -> None:
             _LOG.info("index %s is open", name)
         else:
             damaged += 1
-            _LOG.error("index %s is not served: %s", name, damage)
+            _LOG.error("index %s is not served: %s", name, unicode(damage))
     if damaged == len(catalog.names):
         reasons = "; ".join(f"{name}: {catalog.damage(name)}" for name in catalog.names)
         raise ConfigError(f"none of the indexes can be served: {reasons}")

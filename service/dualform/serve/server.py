@@ -27,6 +27,7 @@ from dualform.engine.messages.catalog import Catalog, Limits
 from dualform.engine.messages.opening import Opener
 from dualform.engine.messages.versions import Change
 from dualform.machines.spread import Machines
+from dualform.questions.quoted import unicode
 from dualform.serve.access import Access, Client, TokenInterceptor
 from dualform.serve.actors import machines
 from dualform.serve.admin import AdminServer
@@ -226,7 +227,7 @@ class Server:
             try:
                 return await self.reload(await asyncio.to_thread(self._again))
             except Exception as error:
-                _LOG.error("nothing was changed: %s", error)
+                _LOG.error("nothing was changed: %s", unicode(str(error)))
                 message = f"nothing was changed: {error}"
                 return Refusal("FAILED_PRECONDITION", message, "BAD_CONFIGURATION")
 
@@ -268,7 +269,7 @@ class Server:
 
     async def _tell(self, changes: list[Change]) -> None:
         for change in changes:
-            _LOG.log(_LEVELS[change.outcome], "%s", change.detail)
+            _LOG.log(_LEVELS[change.outcome], "%s", unicode(change.detail))
         await self._refresh()
 
     async def _look(self) -> None:
@@ -372,7 +373,7 @@ class Server:
                 _LOG.exception("the files of index %s could not be checked", name)
             damage = self._catalog.damage(name)
             if damage is not None:
-                _LOG.error("index %s is damaged: %s", name, damage)
+                _LOG.error("index %s is damaged: %s", name, unicode(damage))
             elif wrong is None:
                 _LOG.info("index %s: all files are as written", name)
             await self._refresh()

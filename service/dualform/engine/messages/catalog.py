@@ -41,6 +41,7 @@ from dualform.questions import (
     question_of,
 )
 from dualform.questions.placement import GPU_MEMORY
+from dualform.questions.quoted import unicode
 from dualform.store.versions import is_followed, newest
 from dualform.v1 import attribution_pb2 as pb
 
@@ -241,7 +242,7 @@ class Catalog:
         except CancelledError as error:
             _LOG.debug("checking the files of index %s ended: %s", name, error)
         except DataLossError as error:
-            _LOG.warning("index %s: %s", name, error)
+            _LOG.warning("index %s: %s", name, unicode(str(error)))
             return str(error)
         return None
 

@@ -118,7 +118,7 @@ def opened_entry(name: str, path: Path, opener: Opener, before: Index | None = N
         return Entry(version, None, DataLossError(f"{path} cannot be opened: {error}"))
     except Exception as error:
         # One index must never keep the others from being served.
-        _LOG.exception("index %s at %s cannot be opened", name, path)
+        _LOG.exception("index %s at %s cannot be opened", name, unicode(str(path)))
         return Entry(version, None, DataLossError(f"{path} cannot be opened: {error!r}"))
 
 
