@@ -8,6 +8,7 @@ import struct
 DATA, HEADERS, RST_STREAM, SETTINGS = 0, 1, 3, 4
 END_STREAM, END_HEADERS = 1, 4
 INITIAL_WINDOW_SIZE = 4
+FRAME = 1 << 14
 
 
 def connect(address: str, *settings: tuple[int, int]) -> socket.socket:
@@ -26,7 +27,13 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
     return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
 
 
-def call(stream: int, path: str, message: bytes = b"", *more: tuple[str, str]) -> bytes:
+def call(
+    stream: int,
+    path: str,
+    message: bytes = b"",
+    *more: tuple[str, str],
+    compressed: bool = False,
+) -> bytes:
     """A gRPC call of one message; headers are literals that no table keeps (RFC 7541, 6.2.2)."""
     headers = [
         (":method", "POST"),
@@ -40,5 +47,8 @@ def call(stream: int, path: str, message: bytes = b"", *more: tuple[str, str]) -
     words = (word.encode() for header in headers for word in header)
     coded = [bytes([len(word)]) + word for word in words]
     block = b"".join(b"\0" + name + value for name, value in zip(*[iter(coded)] * 2, strict=True))
-    body = b"\0" + struct.pack(">I", len(message)) + message
-    return frame(HEADERS, END_HEADERS, stream, block) + frame(DATA, END_STREAM, stream, body)
+    body = struct.pack(">?I", compressed, len(message)) + message
+    parts = [body[at : at + FRAME] for at in range(0, len(body), FRAME)]
+    flags = [0] * (len(parts) - 1) + [END_STREAM]
+    data = [frame(DATA, flag, stream, part) for flag, part in zip(flags, parts, strict=True)]
+    return frame(HEADERS, END_HEADERS, stream, block) + b"".join(data)

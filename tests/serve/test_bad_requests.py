@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,10 @@ import pytest
 from dualform.engine.api.index import Index
 from dualform.questions import checks
 from dualform.serve import ServerLimits
+from dualform.serve.reading import compression
 from dualform.v1 import attribution_pb2 as pb
 
+from .raw import call, connect
 from .serving import Served, refusal, serving, tensor
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
@@ -318,6 +322,56 @@ def test_a_request_over_the_message_limit(digits_index: Path) -> None:
         assert caught.value.code() == TOO_MUCH
         assert "larger than max" in caught.value.details()
         assert served.stub.ListIndexes(pb.ListIndexesRequest()).limits.max_message_bytes == 1 << 20
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+def test_a_message_that_expands_beyond_the_limit_is_not_expanded(
+    digits_index: Path, encoding: str
+) -> None:
+    packer = zlib.compressobj(9, zlib.DEFLATED, 31 if encoding == "gzip" else 15)
+    message = packer.compress(b"\0" * (50 << 20)) + packer.flush()
+    with serving({"digits": digits_index}, ServerLimits(max_message_mib=1)) as served:
+        good(served)
+        before = peak_since_now()
+        with connect(served.address) as connection:
+            path = "/dualform.v1.AttributionService/TopK"
+            headers = ("grpc-encoding", encoding)
+            connection.sendall(call(1, path, message, headers, compressed=True))
+            told = b""
+            while b"grpc-status" not in told:
+                part = connection.recv(1 << 16)
+                assert part, "closed without a word"
+                told += part
+        assert peak() - before < 25 << 20
+        assert good(served).size
+
+
+def test_compressed_messages_are_taken_where_grpc_holds_them_to_the_limit(
+    digits_index: Path,
+) -> None:
+    assert compression("1.62.0") == compression("1.83.1") != compression("1.84.0rc1") == []
+    with serving({"digits": digits_index}) as served:
+        request = pb.TopKRequest(layer="2", k=1, queries=tensor(good(served)))
+        try:
+            answer = served.stub.TopK(request, compression=grpc.Compression.Gzip)
+        except grpc.RpcError as refused:
+            error: Any = refused
+            assert error.code() == grpc.StatusCode.UNIMPLEMENTED
+            assert compression(grpc.__version__)
+        else:
+            assert answer == served.stub.TopK(request)
+            assert not compression(grpc.__version__)
+
+
+def peak_since_now() -> int:
+    """Bytes; the highest that they are from here on is `peak`."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak()
+
+
+def peak() -> int:
+    (line,) = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return int(line) << 10
 
 
 def test_a_layer_named_twice_is_refused_before_anything_is_computed(digits_server: Served) -> None:

@@ -16,6 +16,7 @@ from dualform.questions.quoted import unicode
 from dualform.serve.access import request_id_of
 from dualform.serve.config import ConfigError
 from dualform.serve.health import HealthBoard
+from dualform.serve.reading import compression
 from dualform.serve.status import Refusal, refuse
 from dualform.v1 import admin_pb2 as pb
 from dualform.v1 import admin_pb2_grpc
@@ -34,7 +35,9 @@ class AdminServer:
 
     def __init__(self, address: str, reload: Reload, health: HealthBoard) -> None:
         self._address = address
-        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        self._server = grpc.aio.server(
+            options=[("grpc.so_reuseport", 0), *compression(grpc.__version__)]
+        )
         stubs: Any = admin_pb2_grpc
         stubs.add_AdminServiceServicer_to_server(_Servicer(reload), self._server)
         health.add_to(self._server)

@@ -31,6 +31,16 @@ PATIENCE_S = 60.0
 """A message must be whole after this long."""
 
 
+def compression(version: str) -> list[tuple[str, int]]:
+    """Options by which a server of this grpcio takes no compressed messages where it must not.
+
+    Before 1.84 gRPC expands them whole, and then holds them against the limit: of zeros, 60 MiB are
+    60 GiB.
+    """
+    held_while_expanding = tuple(map(int, version.split(".")[:2])) >= (1, 84)
+    return [] if held_while_expanding else [("grpc.compression_enabled_algorithms_bitset", 1)]
+
+
 class RequestReader:
     """Reads requests within a budget of bytes. Belongs to one event loop.
 

@@ -38,7 +38,7 @@ from dualform.serve.handlers import SERVICE, attribution_handlers
 from dualform.serve.health import HEALTH_SERVICE, HealthBoard
 from dualform.serve.memory import heap
 from dualform.serve.page import MetricsPage
-from dualform.serve.reading import AT_ONCE, RequestReader
+from dualform.serve.reading import AT_ONCE, RequestReader, compression
 from dualform.serve.reports import IndexState, Reports
 from dualform.serve.scans import Asker, ScanQueue
 from dualform.serve.status import Refusal
@@ -179,6 +179,7 @@ class Server:
                 ("grpc.keepalive_time_ms", 30_000),
                 ("grpc.keepalive_timeout_ms", 20_000),
                 ("grpc.server_handshake_timeout_ms", GREETING_MS),
+                *compression(grpc.__version__),
                 ("grpc.max_concurrent_streams", MOST_CALLS_OF_A_CONNECTION),
             ],
             maximum_concurrent_rpcs=MOST_CALLS,
