@@ -199,7 +199,8 @@ def test_by_default_states_are_a_small_part_of_what_is_written(tmp_path: Path) -
 
 
 def test_no_states_without_values_or_for_inexact_layers(tmp_path: Path) -> None:
-    """Layer "0" is edited before step 9; its last look was at step 0."""
+    """Layer "0" is edited before step 9; its last look was at step 0, but where the edited element
+    is by chance one of those that are compared at every step."""
 
     def edit(step: int, model: nn.Module) -> None:
         if step == 9:
@@ -210,7 +211,7 @@ def test_no_states_without_values_or_for_inexact_layers(tmp_path: Path) -> None:
     assert states(trained, "2")[-1] > 16
     assert states(trained, "0")[-1] < 20
     with Index.open(trained.path, device="cpu") as index:
-        with pytest.raises(FailedPreconditionError, match="not exact from step 0"):
+        with pytest.raises(FailedPreconditionError, match=r"not exact from step [08] on"):
             index.dual_output("0", queries("0"), at_step=9)
         index.dual_output("2", queries("2"), at_step=STEPS)
     assert verify_index(trained.path).ok
