@@ -124,8 +124,9 @@ def test_a_file_that_gives_no_model(file: Path, spec: str, says: str) -> None:
         loaded(f"{file.parent / spec}")
 
 
-def test_bad_input(memory: Memory, file: Path) -> None:
-    asked = (f"{file}:trained", "--local", memory.path, "--by", "label", "--target", "margn")
+@pytest.mark.parametrize("target", ["margn", "²"])
+def test_bad_input(memory: Memory, file: Path, target: str) -> None:
+    asked = (f"{file}:trained", "--local", memory.path, "--by", "label", "--target", target)
     done = dualform("query", "attribute", *asked)
     assert (done.status, done.out) == (2, "")
     assert "none of 'margin', 'loss'" in done.err

@@ -91,6 +91,15 @@ def test_it_is_not_where_that_would_be_too_late(kind: type) -> None:
     assert caught.value.reason == "QUEUE_FULL"
 
 
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+def test_nobody_waits_for_years_because_a_server_says_so(kind: type) -> None:
+    refuser = Refuser(9, busy(1e10))
+    with answering(refuser) as address, pytest.raises(ResourceExhaustedError) as caught:
+        ask(kind, address, retry=QUICK, timeout=None)
+    assert len(refuser.called) == 1
+    assert caught.value.retry_after == 1e10
+
+
 def test_one_deadline_for_all_tries() -> None:
     refuser = Refuser(99, busy(0.3))
     with answering(refuser) as address:

@@ -14,7 +14,7 @@ import pytest
 from synthetic import make_index
 
 from dualform.engine.messages.catalog import Catalog
-from dualform.serve import ServerLimits
+from dualform.serve import ServerLimits, scans
 from dualform.v1 import attribution_pb2 as pb
 from dualform.v1 import attribution_pb2_grpc
 
@@ -81,7 +81,10 @@ def test_a_client_that_pings_keeps_its_call(holding: Served) -> None:
         assert list(call.result(timeout=10).rows.shape) == [1, EXPENSIVE]
 
 
-def test_cheap_questions_pass_expensive_ones(holding: Served) -> None:
+def test_cheap_questions_pass_expensive_ones(
+    holding: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scans, "CHEAP_S", 2.0)  # a busy machine's stalls are no questions' costs
     for _ in range(3):  # what they cost is learned
         holding.stub.TopK(top_k(2), timeout=20)
     calls = [holding.stub.TopK.future(expensive(number)) for number in range(12)]

@@ -94,7 +94,7 @@ def write_atomic(path: Path, data: bytes) -> FileEntry:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError:  # such as a full disk: what was half written must not take its place
+    except BaseException:  # such as a full disk, or Ctrl-C: nothing half written stays
         temporary.unlink(missing_ok=True)
         raise
     sync_directory(path.parent)

@@ -117,7 +117,7 @@ def connect(ray: Any, address: str, count: int | None) -> int:
         else:
             _knock(address)
             ray.init(address=address, **common)
-    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+    except (RuntimeError, ValueError, OSError, OverflowError) as error:
         where = "on this machine" if address == LOCAL else f"at {address}"
         raise FleetError(
             f"Ray cannot be reached {where}: {error}; start a cluster with `ray start --head` "

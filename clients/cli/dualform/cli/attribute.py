@@ -268,7 +268,7 @@ def _coverage(coverage: Coverage) -> dict[str, int]:
 
 
 def _target(text: str) -> str | int:
-    return int(text) if text.lstrip("-").isdigit() else text
+    return int(text) if text.removeprefix("-").isdecimal() else text
 
 
 def _named(target: str | int) -> str:

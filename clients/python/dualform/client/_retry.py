@@ -27,7 +27,8 @@ class Retry:
 
     The pause before try i is uniformly random up to min(maximum, initial * multiplier**i), on top
     of what the server asks for (google.rpc.RetryInfo), and never reaches beyond the call's
-    deadline: a call that would have to wait longer fails at once. All questions only read, so none
+    deadline: a call that would have to wait longer fails at once, and so does one that a server
+    tells to come back in more than an hour. All questions only read, so none
     is harmed by being asked twice. `Client(server, retry=None)` turns retries off;
     `Client(server, retry=Retry(attempts=20))` waits longer for a server that is starting.
 
@@ -74,6 +75,8 @@ class Retry:
 
 def may_help(error: DualformError) -> bool:
     """Whether the same question may be answered a little later."""
+    if (error.retry_after or 0.0) > _LONGEST_ASKED_S:
+        return False
     if isinstance(error, UnavailableError):
         return error.reason != TLS_REFUSED
     return isinstance(error, ResourceExhaustedError) and error.retry_after is not None
@@ -120,6 +123,9 @@ class Deadline:
 DEFAULT_RETRY = Retry()
 # Thirty years; gRPC's clocks cannot count much further, and take what is beyond for the past.
 _FOR_EVER_S = 1e9
+
+# Nobody waits longer because a server said so, also where the caller set no limit.
+_LONGEST_ASKED_S = 3600.0
 
 # The system's: the user's seeds and draws stay untouched, and processes forked from one differ.
 _RANDOM = random.SystemRandom()

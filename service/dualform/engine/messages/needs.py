@@ -104,7 +104,7 @@ def of_rows(index: Index, question: RowsQuestion) -> int:
             size += 160 * groups + _COLUMN_ROW * layer.rows
         return size + _sums(layer, n, groups)
     assert isinstance(question, OutputQuestion)
-    return size + _output(index, layer, n, groups, question.group_by is not None)
+    return size + _output(index, layer, n, groups)
 
 
 def of_attribute(index: Index, question: AttributeQuestion) -> int:
@@ -175,7 +175,7 @@ def of_explain(index: Index, question: ExplainQuestion) -> int:
             work += _sums(layer, n, groups)
             answer += 16 * n * groups
         if question.output:
-            work += _output(index, layer, n, groups, column is not None)
+            work += _output(index, layer, n, groups)
             answer += 8 * n * layer.d_out * (groups + 2)
         kept += answer
         work += _by_devices(index, layer) + _unpacking(layer)
@@ -361,7 +361,7 @@ def _top_groups(index: Index, layer: Layer, question: TopGroupsQuestion) -> int:
     return size + _contribution(index, layer, block, True)
 
 
-def _output(index: Index, layer: Layer, n: int, groups: int, grouped: bool) -> int:
+def _output(index: Index, layer: Layer, n: int, groups: int) -> int:
     numbers = layer.d_in * layer.d_out
     answer = n * layer.d_out * (40 * groups + 60)
     work = (
