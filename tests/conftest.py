@@ -23,9 +23,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Folders whose tests stay with one worker: what they share, Ray's processes, takes long to start.
-TOGETHER = ("tests/machines",)
-# What takes longest, a folder of those or a file, longest first.
+# Tests that stay with one worker, since what they share takes long to make: Ray's processes, a demo.
+TOGETHER = {
+    "tests/machines/": "tests/machines",
+    "tests/project/test_demo.py": "the demo",
+    "tests/project/test_wheel.py": "the demo",
+}
+# What takes longest, longest first.
 LONGEST = (
     "tests/machines",
     "tests/project/test_experiments.py",
@@ -51,9 +55,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def unit(nodeid: str) -> str:
-    """The tests that one worker runs in a row: those of a file, or of a folder in TOGETHER."""
+    """The tests that one worker runs in a row: those of a file, or what is named in TOGETHER."""
     file = nodeid.split("::")[0]
-    return next((folder for folder in TOGETHER if file.startswith(f"{folder}/")), file)
+    return next((name for path, name in TOGETHER.items() if file.startswith(path)), file)
 
 
 @pytest.hookimpl(tryfirst=True)

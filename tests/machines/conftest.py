@@ -11,15 +11,18 @@ from pathlib import Path
 import digits
 import pytest
 
+from dualform.machines.cluster import imported
 from dualform.machines.fleet import LOCAL, Fleet, Patience
 from dualform.machines.machine import Settings
 from dualform.serve.actors import prepare
 
 ACTORS = 5
 """So many processes; tests use the first 2, the first 3, or all."""
+SPARE = 3
+"""CPUs that are left for what tests build."""
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def ray_folder() -> Iterator[Path]:
     """Where Ray keeps sockets and logs: under a short name, since a socket's is at most 107."""
     folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))
@@ -33,11 +36,22 @@ def ray_folder() -> Iterator[Path]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-@pytest.fixture(scope="session")
-def fleet(ray_folder: Path) -> Iterator[Fleet]:
-    """Five actors of a local Ray, which the tests share."""
+@pytest.fixture(scope="package")
+def cluster(ray_folder: Path) -> Iterator[str]:
+    """The address of a Ray of this process, which the tests share: starting one takes 15 seconds of
+    a core, and its daemons a tenth of one for as long as it runs."""
+    ray = imported()
+    common = {"log_to_driver": False, "configure_logging": False, "include_dashboard": False}
+    ray.init(address=LOCAL, num_cpus=ACTORS + SPARE, object_store_memory=256 << 20, **common)
+    yield str(ray.get_runtime_context().gcs_address)
+    ray.shutdown()
+
+
+@pytest.fixture(scope="package")
+def fleet(cluster: str) -> Iterator[Fleet]:
+    """Five actors of it."""
     patience = Patience(start=240.0, silent=60.0, replaced=60.0)
-    found = Fleet(LOCAL, ACTORS, Settings(prepare), threads=2, patience=patience)
+    found = Fleet(cluster, ACTORS, Settings(prepare), threads=2, patience=patience)
     yield found
     found.close()
 

@@ -21,7 +21,6 @@ from dualform.index import BuildError, build_index
 from dualform.index.plan import Options
 from dualform.machines import building
 from dualform.machines.building import build_on_machines
-from dualform.machines.fleet import Fleet
 from dualform.store import ExistsError
 from dualform.store.index import IndexManifest
 
@@ -55,13 +54,12 @@ def plain(recording: Path) -> dict[str, bytes]:
 
 
 def build(recording: Path, index: Path, **options: Any) -> None:
-    """With processes beside the fleet's, which have taken all CPUs."""
-    arguments = {"address": "local", "workers": 2, "options": OPTIONS, "cpus": 0.0, **options}
+    arguments = {"address": "local", "workers": 2, "options": OPTIONS, **options}
     build_on_machines(recording, index, **arguments)
 
 
 def test_the_files_are_those_of_one_process(
-    fleet: Fleet, recording: Path, plain: dict[str, bytes], tmp_path: Path
+    cluster: str, recording: Path, plain: dict[str, bytes], tmp_path: Path
 ) -> None:
     seen: list[tuple[int, int]] = []
     build(recording, tmp_path / "index", progress=lambda *told: seen.append(told))
@@ -74,7 +72,7 @@ def test_the_files_are_those_of_one_process(
 
 @pytest.mark.parametrize("recording", [None], indirect=True)
 def test_packed_files_are_those_of_one_process(
-    fleet: Fleet, recording: Path, tmp_path: Path
+    cluster: str, recording: Path, tmp_path: Path
 ) -> None:
     build(recording, tmp_path / "index", options=Options(shard_rows=SHARD, pack=True))
     build_index(recording, tmp_path / "plain", shard_rows=SHARD, pack=True)
@@ -85,7 +83,7 @@ def test_packed_files_are_those_of_one_process(
 
 
 def test_an_interrupted_build_goes_on(
-    fleet: Fleet,
+    cluster: str,
     recording: Path,
     plain: dict[str, bytes],
     tmp_path: Path,
@@ -120,7 +118,7 @@ def unchanged(kept: dict[Path, int]) -> None:
 
 
 def test_killed_workers_are_replaced(
-    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Real processes, killed in the middle of their work."""
     rng = np.random.default_rng(0)
@@ -154,7 +152,7 @@ def test_killed_workers_are_replaced(
 
 
 def test_what_is_wrong_is_said(
-    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = np.ones((50, 3), np.float32)
     run = make_recording(tmp_path / "run", keys, keys, 10, 0.1, 0.0, {})
@@ -179,17 +177,17 @@ def test_what_is_wrong_is_said(
 
 
 @pytest.mark.parametrize("recording", [None], indirect=True)
-def test_the_command(recording: Path, plain: dict[str, bytes], ray_folder: Path) -> None:
+def test_the_command(recording: Path, plain: dict[str, bytes], cluster: str) -> None:
     index = recording.parent / "by-command"
     arguments = ["--shard-rows", SHARD, "--parts", "label", "--ray"]
     command = ("dualform", "index", "build", recording)
-    done = warm.run(*command, index, *arguments, "local", "--workers", 2)
+    done = warm.run(*command, index, *arguments, cluster, "--workers", 2)
     assert done.returncode == 0, done.stderr
     assert files(index) == plain
     wrong = warm.run(*command, f"{index}2", *arguments, "127.0.0.1:1")
     assert wrong.returncode == 2
     assert "Ray cannot be reached at 127.0.0.1:1" in wrong.stderr
-    stopped = warm.start(*command, f"{index}3", *arguments, "local", "--workers", 1)
+    stopped = warm.start(*command, f"{index}3", *arguments, cluster, "--workers", 1)
     pieces = index.with_name(f".{index.name}3.pieces")
     until = time.monotonic() + 100
     while not list(pieces.glob("notes/*.json")) and time.monotonic() < until:

@@ -18,7 +18,6 @@ from dualform.engine import Index, verify_index
 from dualform.index import build_index
 from dualform.index.plan import Options
 from dualform.machines.building import build_on_machines
-from dualform.machines.fleet import Fleet
 from dualform.store.versions import newest
 
 from . import ranks_loop as loop
@@ -134,18 +133,18 @@ def files(index: Path) -> dict[str, bytes]:
     }
 
 
-def test_machines_build_what_one_process_builds(run: Run, fleet: Fleet, tmp_path: Path) -> None:
+def test_machines_build_what_one_process_builds(run: Run, cluster: str, tmp_path: Path) -> None:
     """From the folder of all ranks, and from the ranks' own."""
     options = Options(shard_rows=SHARD, parts=("label",))
     ranks = [run.folder / "run" / f"rank-{rank}" for rank in (1, 0)]
     for number, recordings in enumerate((run.folder / "run", ranks)):
         index = tmp_path / f"{number}"
-        build_on_machines(recordings, index, address="local", workers=2, options=options, cpus=0.0)
+        build_on_machines(recordings, index, address="local", workers=2, options=options)
         assert files(index) == files(run.folder / "plain")
 
 
-def test_a_build_of_machines_that_was_killed_goes_on(run: Run, ray_folder: Path) -> None:
-    on_ray = (run.folder, "index", "--ray", "local", "--workers", "1")
+def test_a_build_of_machines_that_was_killed_goes_on(run: Run, cluster: str) -> None:
+    on_ray = (run.folder, "index", "--ray", cluster, "--workers", "1")
     pieces = run.folder / ".index.pieces"
     with command(*on_ray) as build:
         wait_until(lambda: len(list(pieces.glob("notes/*.json"))) > 1, build)

@@ -48,9 +48,10 @@ def test_the_client_alone_asks_a_real_server(
     wheel: Path, server: str, queries: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "venv"
-    venv.create(folder, with_pip=True)
+    venv.create(folder, with_pip=False)  # this environment's pip installs into it
     python = folder / "bin" / "python"
-    install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", wheel]
+    pip = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check"]
+    install = [*pip, "install", "--quiet", "--no-compile", wheel]
     done = subprocess.run([str(word) for word in install], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     program = f"""

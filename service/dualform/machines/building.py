@@ -91,7 +91,6 @@ def build_on_machines(
     options: Options | None = None,
     announce: Callable[[str], None] | None = None,
     progress: Callable[[int, int], None] | None = None,
-    cpus: float = 1.0,
 ) -> None:
     """Build an index with the processes of a Ray cluster; the same files as `build_index` writes.
 
@@ -104,7 +103,6 @@ def build_on_machines(
         options: What is built.
         announce: Called with sentences before anything is written.
         progress: Called with (bytes of keys and values made, bytes to make).
-        cpus: What each takes of the cluster's.
 
     Raises:
         FleetError: There is no Ray, or no such cluster.
@@ -133,7 +131,7 @@ def build_on_machines(
             threads = torch.get_num_threads()
             job = Job(paths, plan.options, mark, store.directory, __version__, threads)
             count = workers or max(1, int(ray.cluster_resources().get("CPU", 1)))
-            work = _Work(ray, plan, chains, store, job, count, cpus, progress)
+            work = _Work(ray, plan, chains, store, job, count, progress)
             spaces = work.run()
             make_directories(directory, plan)
             for pieces in spaces:
@@ -158,7 +156,6 @@ class _Work:
         store: PieceStore,
         job: Job,
         workers: int,
-        cpus: float,
         progress: Callable[[int, int], None] | None,
     ) -> None:
         self._ray, self._plan, self._chains, self._store = ray, plan, chains, store
@@ -166,7 +163,7 @@ class _Work:
         self._done = 0
         with threadpool_limits(1, user_api="blas"):
             self.directions = {name: plan.directions(name) for name in plan.layers}
-        self._remote = ray.remote(num_cpus=cpus, max_retries=_RETRIES)(do)
+        self._remote = ray.remote(num_cpus=1, max_retries=_RETRIES)(do)
 
     def run(self) -> list[list[Piece]]:
         """Have all done; the pieces of each row space."""
