@@ -264,6 +264,7 @@ def _serve(control: socket.socket, listener: socket.socket) -> Callable[[], obje
 
     load_engine()
     import matplotlib.pyplot  # noqa: F401
+    import sklearn.datasets  # noqa: F401
     import torch
 
     import dualform.client
