@@ -11,8 +11,8 @@ import pytest
 from synthetic import make_index
 
 from dualform.client import Client, ResourceExhaustedError
+from dualform.client._answers import sums_of
 from dualform.client._asking import Asking, Send, Steps
-from dualform.client._results import sums_of
 from dualform.questions import SumsQuestion
 from dualform.serve import ServerLimits
 from dualform.v1 import attribution_pb2 as pb

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from dualform.client.errors import InternalError, InvalidArgumentError
+from dualform.client.errors import InvalidArgumentError, bad_answer
 from dualform.questions.checks import MATRICES
 from dualform.questions.quoted import quoted
 from dualform.v1 import attribution_pb2 as pb
@@ -91,12 +92,31 @@ def query_matrices(queries: object) -> tuple[tuple[str, npt.NDArray[np.float32]]
     return tuple((layer, query_matrix(matrix)) for layer, matrix in queries.items())
 
 
-def array_of(tensor: pb.Tensor) -> npt.NDArray[Any]:
-    """A tensor message as a writable array in native byte order."""
-    dtype = _DTYPES.get(tensor.dtype)
-    if dtype is None:
-        raise InternalError(f"the answer holds a tensor of unknown dtype {tensor.dtype}")
-    return _unpack(tensor.data, dtype, tuple(tensor.shape), "a tensor")
+def array_of(
+    tensor: pb.Tensor, what: str, dtype: npt.DTypeLike, shape: tuple[int | None, ...]
+) -> npt.NDArray[Any]:
+    """A tensor message as a writable array in native byte order.
+
+    Args:
+        tensor: The message.
+        what: What it is, for messages.
+        dtype: Its dtype.
+        shape: Its sizes; None for those that are the answer's own.
+
+    Raises:
+        InternalError: It is none of that dtype and shape.
+    """
+    wanted, found = np.dtype(dtype).newbyteorder("<"), _DTYPES.get(tensor.dtype)
+    sizes = tuple(tensor.shape)
+    fits = len(sizes) == len(shape) and all(
+        size >= 0 and asked in (None, size) for size, asked in zip(sizes, shape, strict=True)
+    )
+    if found is None or found != wanted or not fits:  # None is float64 to NumPy
+        raise bad_answer(
+            f"{what} of {_called(found)} {_listed(sizes)}, where {_called(wanted)} "
+            f"{_listed(shape)} was asked for"
+        )
+    return _unpack(tensor.data, wanted, sizes, what)
 
 
 def column_of(column: pb.Column, shape: tuple[int, ...]) -> npt.NDArray[Any]:
@@ -105,13 +125,17 @@ def column_of(column: pb.Column, shape: tuple[int, ...]) -> npt.NDArray[Any]:
     Returns:
         int64, float64 or bool where nothing is null; otherwise, and for strings, an object array
         with None for null.
+
+    Raises:
+        InternalError: It is none of that shape.
     """
+    what = f"column {column.name!r}"
     dtype = _COLUMN_DTYPES.get(column.type)
     if dtype is None:
-        raise InternalError(f"column {column.name!r} is of unknown type {column.type}")
-    values = _unpack(column.data, dtype, shape, f"column {column.name!r}")
+        raise bad_answer(f"{what} of unknown type {column.type}")
+    values = _unpack(column.data, dtype, shape, what)
     valid = (
-        _unpack(column.valid, np.dtype("?"), shape, f"column {column.name!r}")
+        _unpack(column.valid, np.dtype("?"), shape, what)
         if column.valid
         else np.ones(shape, dtype=bool)
     )
@@ -120,7 +144,7 @@ def column_of(column: pb.Column, shape: tuple[int, ...]) -> npt.NDArray[Any]:
         if valid.any():
             codes = values[valid]
             if codes.min() < 0 or codes.max() >= len(column.dictionary):
-                raise InternalError(f"column {column.name!r} has a code beyond its dictionary")
+                raise bad_answer(f"{what} with a code beyond its dictionary")
             texts[valid] = np.array(column.dictionary, dtype=object)[codes]
         return texts
     if valid.all():
@@ -131,8 +155,16 @@ def column_of(column: pb.Column, shape: tuple[int, ...]) -> npt.NDArray[Any]:
 
 
 def groups_of(column: pb.Column, count: int) -> list[Any]:
-    """The groups of an answer as Python values; None for rows without a value."""
+    """The groups of an answer as Python values; None for rows without a value.
+
+    Raises:
+        InternalError: One is there twice, or they are not in order.
+    """
     groups: list[Any] = column_of(column, (count,)).tolist()
+    known = [group for group in groups if group is not None and group == group]  # NaN is not
+    ascend = all(a < b or (a == b and repr(a) != repr(b)) for a, b in pairwise(known))  # -0.0, 0.0
+    if not ascend or known != groups[: len(known)] or None in groups[:-1]:
+        raise bad_answer(f"groups of {column.name!r} that do not ascend, each once")
     return groups
 
 
@@ -249,8 +281,17 @@ def _unpack(
     for size in shape:
         count *= size
     if min(shape, default=0) < 0 or len(data) != count * dtype.itemsize:
-        raise InternalError(
-            f"{what} of the answer holds {len(data)} bytes, {dtype} {list(shape)} was announced"
-        )
+        raise bad_answer(f"{what} of {len(data)} bytes, said to be {dtype} {_listed(shape)}")
+    if dtype.kind == "b" and np.frombuffer(data, np.uint8).max(initial=0) > 1:
+        raise bad_answer(f"{what} with truth values other than 0 and 1")
     array: npt.NDArray[Any] = np.frombuffer(data, dtype).reshape(shape)
     return array.astype(dtype.newbyteorder("="))
+
+
+def _called(dtype: np.dtype[Any] | None) -> str:
+    return "unknown dtype" if dtype is None else dtype.name
+
+
+def _listed(shape: Sequence[int | None]) -> str:
+    shown = [("*" if size is None else str(size)) for size in shape[:8]]
+    return f"[{', '.join(shown)}{', …' if len(shape) > 8 else ''}]"

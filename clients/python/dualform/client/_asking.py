@@ -13,7 +13,15 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from dualform.client._answers import (
+    WeightsReader,
+    explanations_of,
+    payloads_of,
+    read,
+    sums_of,
+)
 from dualform.client._arrays import int64
+from dualform.client._between import REQUEST_TOO_LARGE
 from dualform.client._filters import where_of
 from dualform.client._info import (
     IndexInfo,
@@ -21,15 +29,16 @@ from dualform.client._info import (
     ServerLimits,
     index_of,
     limits_of,
-    summary_of,
+    summaries_of,
 )
 from dualform.client._joining import Result, join, join_explanations
-from dualform.client._results import Explanation, SumsResult, explanations_of, sums_of
+from dualform.client._results import Explanation, SumsResult
 from dualform.client._retry import Deadline, Retry, may_help
 from dualform.client.errors import (
     InvalidArgumentError,
     ResourceExhaustedError,
     UnavailableError,
+    bad_answer,
 )
 from dualform.questions import (
     ExamplesQuestion,
@@ -51,10 +60,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Send:
-    """Send a message (or ask a question), and come back with the response; `timeout` in seconds."""
+    """Send a message (or ask a question), and come back with the response.
+
+    Attributes:
+        request: What to send.
+        timeout: Seconds.
+        parts: The response comes in parts: come back with an iterator over them, once the first one
+            is there.
+    """
 
     request: Any
     timeout: float | None
+    parts: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,8 +83,8 @@ class Pause:
 
 Steps = Generator[Send | Pause, Any, T]
 
-# The server's word for an answer that a smaller batch would make fit.
-_TOO_LARGE = "ANSWER_TOO_LARGE"
+# The words for an answer, or a request, that a smaller batch would make fit.
+_TOO_LARGE = ("ANSWER_TOO_LARGE", REQUEST_TOO_LARGE)
 # Far more than a plot can show, and few enough for any message.
 MAX_BINS = 100_000
 # Beside the queries a request holds names and a tensor's header.
@@ -97,23 +114,21 @@ class Asking:
     def indexes(self, timeout: float | None) -> Steps[list[IndexSummary]]:
         """See Client.indexes."""
         deadline = self.deadline(timeout)
-        response = yield from self.send(IndexesQuestion(), deadline)
-        self._limits = limits_of(response.limits)
-        return [summary_of(index) for index in response.indexes]
+        summaries, self._limits = yield from self.send(IndexesQuestion(), deadline, _served)
+        return summaries
 
     def index(self, question: IndexQuestion, timeout: float | None) -> Steps[IndexInfo]:
         """See Client.index."""
         deadline = self.deadline(timeout)
-        response = yield from self.send(question, deadline)
-        self._limits = limits_of(response.limits)
-        return index_of(response.index)
+        info, self._limits = yield from self.send(question, deadline, _index)
+        return info
 
     def rows(
         self,
         question: RowsQuestion,
         where: str | pb.Filter | None,
         timeout: float | None,
-        decode: Callable[[Any], Result],
+        reader: Callable[[Any, Any], Result],
     ) -> Steps[Result]:
         """Ask about rows, in as many parts as the server's limits need.
 
@@ -121,7 +136,7 @@ class Asking:
             question: With all its queries.
             where: What the user gave as filter, to say where in it a mistake is.
             timeout: Seconds for all parts.
-            decode: Makes a result of a response.
+            reader: Makes a result of a response, and the question that it answers.
         """
         deadline = self.deadline(timeout)
         matrix = question.queries
@@ -136,13 +151,13 @@ class Asking:
             part = {name: array[start : start + size] for name, array in by_query.items()}
             count = len(part["queries"])
             try:
-                response = yield from self.send(replace(question, **part), deadline)
+                found = yield from self.send(replace(question, **part), deadline, reader)
             except ResourceExhaustedError as error:
                 size = halved(error, count)
             except InvalidArgumentError as error:
                 raise located(error, where) from None
             else:
-                parts.append(decode(response))
+                parts.append(found)
                 start += count
         return join(parts)
 
@@ -182,20 +197,31 @@ class Asking:
         while left:
             batch = tuple((layer, queries[:size]) for layer, queries in left.items())
             try:
-                response = yield from self.send(replace(question, layers=batch), deadline)
+                found = yield from self.send(
+                    replace(question, layers=batch), deadline, explanations_of
+                )
             except ResourceExhaustedError as error:
                 size = halved(error, min(size, max(map(len, left.values()))))
                 continue
             except InvalidArgumentError as error:
                 raise located(error, where) from None
-            for layer, found in zip(left, explanations_of(response), strict=True):
-                parts[layer].append(found)
+            for layer, of_layer in zip(left, found, strict=True):
+                parts[layer].append(of_layer)
             left = {name: queries[size:] for name, queries in left.items() if len(queries) > size}
         return {layer: join_explanations(found) for layer, found in parts.items()}
 
-    def stream_weights(self, question: StreamWeightsQuestion, timeout: float | None) -> Steps[Any]:
-        """See Client.stream_weights: what to send; the response is the driver's business."""
-        return self.send(question, self.deadline(timeout))
+    def stream_weights(
+        self, question: StreamWeightsQuestion, timeout: float | None
+    ) -> Steps[tuple[Any, WeightsReader]]:
+        """See Client.stream_weights: the parts, and who reads them."""
+        deadline = self.deadline(timeout)
+        # How many rows there are: neither an end that comes early, nor one that never comes, passes
+        # for a whole answer.
+        info = yield from self.index(IndexQuestion(index=question.index), deadline.remaining())
+        layer = info.layers.get(question.layer)
+        rows = None if layer is None else layer.rows
+        parts = yield from self.send(question, deadline, lambda parts, _: parts, parts=True)
+        return parts, WeightsReader(question, rows, info.version)
 
     def examples(
         self, ids: Iterable[object], index: str | None, timeout: float | None
@@ -210,36 +236,47 @@ class Asking:
         question = ExamplesQuestion(some, index=index)  # type: ignore[arg-type]
         limits = yield from self.known_limits(deadline)
         payloads: list[bytes | str | None] = []
-        size = limits.max_queries
+        whole = message_of(question).ByteSize()
+        room = max(0, limits.max_message_bytes - _HEADER_BYTES)
+        size = max(1, min(limits.max_queries, len(some) * room // whole))
         while len(payloads) < len(some):
             part = question.ids[len(payloads) : len(payloads) + size]
             try:
-                response = yield from self.send(replace(question, ids=part), deadline)
+                payloads += yield from self.send(replace(question, ids=part), deadline, payloads_of)
             except ResourceExhaustedError as error:
                 size = halved(error, len(part))
-            else:
-                payloads.extend(_payload(example) for example in response.examples)
         found = iter(payloads)
         return [None if entry is None else next(found) for entry in given]
 
     def known_limits(self, deadline: Deadline) -> Steps[ServerLimits]:
         if self._limits is None:
-            response = yield from self.send(IndexesQuestion(), deadline)
-            self._limits = limits_of(response.limits)
+            _, self._limits = yield from self.send(IndexesQuestion(), deadline, _served)
         return self._limits
 
-    def send(self, question: Question, deadline: Deadline) -> Steps[Any]:
-        request = question if self._local else message_of(question)
+    def send(
+        self,
+        question: Question,
+        deadline: Deadline,
+        reader: Callable[[Any, Any], T],
+        parts: bool = False,
+    ) -> Steps[T]:
+        """Ask until there is an answer, or no hope for one; what `reader` makes of it."""
+        request: Any = question if self._local else message_of(question)
         pauses = self._retry.pauses()
         tries = 0
         while True:
             tries += 1
             try:
-                return (yield Send(request, deadline.remaining()))
+                response = yield Send(request, deadline.remaining(), parts)
+                return read(reader, response, question)
             except (UnavailableError, ResourceExhaustedError) as error:
                 pause = next(pauses, None) if may_help(error) else None
                 if pause is not None:
                     pause += error.retry_after or 0.0
+                if error.reason == REQUEST_TOO_LARGE and self._limits is not None:
+                    # What stands between takes less than the server: from here on, so do we.
+                    fits = max(1, request.ByteSize() // 2)
+                    self._limits = replace(self._limits, max_message_bytes=fits)
                 if pause is None or not deadline.allows(pause):
                     if tries == 1:
                         raise
@@ -275,10 +312,16 @@ def _flat(ids: Iterable[object]) -> Iterable[object]:
     return ids.tolist() if hasattr(ids, "tolist") else ids
 
 
-def _payload(example: pb.Example) -> bytes | str | None:
-    kind = example.WhichOneof("payload")
-    payload: bytes | str | None = None if kind is None else getattr(example, kind)
-    return payload
+def _served(response: pb.ListIndexesResponse, _: object) -> tuple[list[IndexSummary], ServerLimits]:
+    return summaries_of(response), limits_of(response.limits)
+
+
+def _index(
+    response: pb.GetIndexResponse, question: IndexQuestion
+) -> tuple[IndexInfo, ServerLimits]:
+    if not response.HasField("index") or question.index not in (None, response.index.name):
+        raise bad_answer(f"about index {response.index.name!r}, not {question.index!r}")
+    return index_of(response.index), limits_of(response.limits)
 
 
 def located(error: InvalidArgumentError, where: str | pb.Filter | None) -> InvalidArgumentError:
@@ -299,6 +342,6 @@ def _batch_size(overhead: int, width: int, limits: ServerLimits) -> int:
 
 def halved(error: ResourceExhaustedError, size: int) -> int:
     """A batch of half the size, where that can help; otherwise the error goes on."""
-    if error.reason != _TOO_LARGE or size < 2:
+    if error.reason not in _TOO_LARGE or size < 2:
         raise error
     return size // 2

@@ -15,7 +15,7 @@ from dualform.client._calls import checked_calls
 from dualform.client._connection import Tls, connection_of
 from dualform.client._driving import AsyncDriver
 from dualform.client._local import AsyncLocalTransport
-from dualform.client._results import WeightsChunk, weights_of
+from dualform.client._results import WeightsChunk
 from dualform.client._retry import DEFAULT_RETRY, Retry
 from dualform.client._sync import Client
 from dualform.client._transport import AsyncGrpcTransport
@@ -112,7 +112,7 @@ class AsyncClient(AsyncDriver):
     ) -> AsyncIterator[WeightsChunk]:
         """As `Client.stream_weights`; take the chunks with `async for`."""
         question = StreamWeightsQuestion(layer, query_matrix(queries), index=index)
-        return self._stream(self._asking.stream_weights(question, timeout), weights_of)
+        return self._stream(self._asking.stream_weights(question, timeout))
 
     async def close(self) -> None:
         """Gives back the connection or the opened index; may be called twice."""

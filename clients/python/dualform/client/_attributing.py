@@ -7,22 +7,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from dualform.client._answers import dual_output_of
 from dualform.client._asking import Asking, Steps, halved, located
 from dualform.client._attribution import AttributionResult, attribution_of, join_attributions
 from dualform.client._info import IndexInfo, ServerLimits
 from dualform.client._model_layers import check_exact, chosen_layers, probe_of
 from dualform.client._retry import Deadline
-from dualform.client._scores import Collector, ScoresResult
+from dualform.client._scores import Collector, ScoresResult, scores_of
 from dualform.client._targets import Target, target_of
 from dualform.client.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
     ResourceExhaustedError,
+    bad_answer,
 )
 from dualform.questions import (
     AttributedLayer,
@@ -35,6 +37,8 @@ from dualform.v1 import attribution_pb2 as pb
 if TYPE_CHECKING:
     from dualform.client._gradients import Gradients
     from dualform.layers import LayerKind
+
+T = TypeVar("T")
 
 _ROUNDED = {2: 0.02, 4: 1e-4, 8: 1e-4}
 """By the bytes of a parameter, how far its layer may be from the index's: rounding, and no more."""
@@ -72,9 +76,7 @@ class Attributing:
         deadline = asking.deadline(timeout)
         found = yield from self.run(asking, deadline)
         parts: list[AttributionResult] = []
-        yield from self.ask(
-            asking, deadline, found, lambda *part: parts.append(attribution_of(*part))
-        )
+        yield from self.ask(asking, deadline, found, attribution_of, parts.append)
         return join_attributions(parts)
 
     def scores(
@@ -85,7 +87,7 @@ class Attributing:
         found = yield from self.run(asking, deadline)
         collector = Collector(path, len(found.targets))
         try:
-            yield from self.ask(asking, deadline, found, collector.take)
+            yield from self.ask(asking, deadline, found, scores_of, collector.take)
             return collector.result()
         except BaseException:
             collector.give_up()
@@ -130,11 +132,12 @@ class Attributing:
             question = OutputQuestion(
                 name, probe, max_residual=float("inf"), index=self.asked["index"]
             )
-            response = yield from asking.send(question, deadline)
-            known = response.trained if response.HasField("trained") else response.values
-            of_index = np.frombuffer(known.data, "<f4")
+            answer = yield from asking.send(question, deadline, dual_output_of)
+            of_index = answer.values if answer.trained is None else answer.trained
+            if of_index.shape != of_model.shape:
+                raise bad_answer(f"outputs of layer {name!r} have shape {list(of_index.shape)}")
             size = np.linalg.norm(of_model)
-            off = np.linalg.norm(of_index - of_model[0]) / max(float(size), 1e-30)
+            off = np.linalg.norm(of_index - of_model) / max(float(size), 1e-30)
             most = _ROUNDED[kind.matrix(layer).element_size()]
             if not off <= most:
                 raise FailedPreconditionError(
@@ -147,29 +150,34 @@ class Attributing:
                 )
 
     def ask(
-        self, asking: Asking, deadline: Deadline, found: Gradients, take: Callable[..., None]
+        self,
+        asking: Asking,
+        deadline: Deadline,
+        found: Gradients,
+        reader: Callable[..., T],
+        take: Callable[[T], None],
     ) -> Steps[None]:
         """Ask, in as many parts as the server's limits need; each is taken as it comes."""
         limits = yield from asking.known_limits(deadline)
-        names = [layer.layer for layer in found.layers]
         n = len(found.targets)
         whole = AttributeQuestion(layers=found.layers, inputs=n, **self.asked)
         sizes = _bytes_of_inputs(found.layers, n)
         start, most = 0, n
         while start < n:
             count = min(most, _fitting(sizes[start:], whole, limits))
+            inside = slice(start, start + count)
             layers = tuple(layer.part(start, start + count) for layer in found.layers)
+            said = {"targets": found.targets[inside], "unrecorded": found.unrecorded[inside]}
             try:
-                response = yield from asking.send(
-                    replace(whole, layers=layers, inputs=count), deadline
+                part = yield from asking.send(
+                    replace(whole, layers=layers, inputs=count), deadline, partial(reader, **said)
                 )
             except ResourceExhaustedError as error:
                 most = halved(error, count)
                 continue
             except InvalidArgumentError as error:
                 raise located(error, self.where) from None
-            inside = slice(start, start + count)
-            take(response, names, found.targets[inside], found.unrecorded[inside])
+            take(part)
             start += count
 
 

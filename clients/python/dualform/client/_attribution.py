@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from dualform.client._arrays import array_of, column_of
-from dualform.client._results import Coverage, coverage_of, pandas_of, plain
-from dualform.client.errors import FailedPreconditionError, InternalError
+from dualform.client._answers import best_groups, check_counts, coverage_of
+from dualform.client._arrays import array_of
+from dualform.client._results import Coverage, pandas_of, plain
+from dualform.client.errors import FailedPreconditionError, bad_answer
+from dualform.questions import AttributeQuestion
 from dualform.v1 import attribution_pb2 as pb
 
 if TYPE_CHECKING:
@@ -93,41 +95,61 @@ Part = TypeVar("Part", bound=Beside)
 
 def attribution_of(
     message: pb.AttributeResponse,
-    layers: Sequence[str],
+    question: AttributeQuestion,
     targets: npt.NDArray[np.float64],
     unrecorded: npt.NDArray[np.float64],
 ) -> AttributionResult:
-    """From the wire, with what the model said."""
-    scores, by_layer = array_of(message.scores), array_of(message.by_layer)
-    if scores.ndim != 2 or by_layer.shape != (*scores.shape, len(layers)):
-        raise InternalError(f"scores have shape {scores.shape}, by layer {by_layer.shape}")
+    """To an AttributeQuestion with k, with what the model said."""
+    assert question.k is not None
+    shape = (question.inputs, question.k)
+    groups, scores, counts = best_groups(message, shape, question.order)
+    by_layer = array_of(
+        message.by_layer, "scores by layer", np.float64, (*shape, len(question.layers))
+    )
+    off = np.abs(by_layer.sum(axis=2) - scores) > 1e-9 * np.abs(by_layer).sum(axis=2)
+    if off.any() or (np.isnan(by_layer).any(axis=2) & (counts > 0)).any():
+        raise bad_answer("scores by layer that do not add up to the scores")
     return AttributionResult(
-        **beside_of(message, layers, targets, unrecorded),
-        groups=column_of(message.groups, scores.shape),
+        **beside_of(message, question, targets, unrecorded, counts),
+        groups=groups,
         scores=scores,
-        counts=array_of(message.counts),
+        counts=counts,
         by_layer=by_layer,
     )
 
 
 def beside_of(
     message: pb.AttributeResponse,
-    layers: Sequence[str],
+    question: AttributeQuestion,
     targets: npt.NDArray[np.float64],
     unrecorded: npt.NDArray[np.float64],
+    counts: npt.NDArray[np.int64],
 ) -> dict[str, Any]:
-    """The fields of `Beside`: from the wire, with what the model said."""
+    """The fields of `Beside`: from the wire, with what the model said.
+
+    Args:
+        message: The answer.
+        question: To this question.
+        targets, unrecorded: The model's.
+        counts: The answer's, [n, k] or [groups].
+    """
+    layers = tuple(layer.layer for layer in question.layers)
     coverage = [coverage_of(each) for each in message.coverage]
+    if len(coverage) != len(layers):
+        raise bad_answer(f"the coverage of {len(coverage)} layers, not of {len(layers)}")
+    for of_input in np.atleast_2d(counts):
+        check_counts(of_input.tolist(), sum(each.rows for each in coverage))
+    parts = {
+        name: array_of(getattr(message, name), name, np.float64, (question.inputs, len(layers)))
+        for name in ("initial", "rows", "residual", "outputs")
+    }
     return {
-        "layers": tuple(layers),
+        "layers": layers,
         "targets": targets,
-        "initial": array_of(message.initial),
-        "rows": array_of(message.rows),
-        "residual": array_of(message.residual),
-        "outputs": array_of(message.outputs),
         "unrecorded": unrecorded,
         "coverage": dict(zip(layers, coverage, strict=True)),
         "index_version": message.index_version,
+        **parts,
     }
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator
 from contextlib import aclosing, closing
 from typing import Any, NoReturn, TypeVar
 
+from dualform.client._answers import WeightsReader
 from dualform.client._asking import Asking, Pause, Steps
+from dualform.client._results import WeightsChunk
 from dualform.client._transport import AsyncTransport, Transport
 from dualform.client.errors import CallError, DualformError, FailedPreconditionError
 
@@ -34,11 +36,12 @@ class Driver(_Unpicklable):
         self._asking = asking
         self._closed = False
 
-    def _stream(self, steps: Steps[Any], decode: Callable[[Any], T]) -> Iterator[T]:
-        messages = self._run(steps, self._opened)
+    def _stream(self, steps: Steps[tuple[Any, WeightsReader]]) -> Iterator[WeightsChunk]:
+        messages, reader = self._run(steps)
         with closing(messages):
             for message in messages:
-                yield decode(message)
+                yield reader(message)
+        reader.end()
 
     def _opened(self, request: Any, timeout: float | None) -> Generator[Any, None, None]:
         """An answer in parts whose first part is there, so that it can still be asked again."""
@@ -53,7 +56,7 @@ class Driver(_Unpicklable):
 
         return all_of_them()
 
-    def _run(self, steps: Steps[T], call: Callable[[Any, float | None], Any] | None = None) -> T:
+    def _run(self, steps: Steps[T]) -> T:
         _check_open(self._closed)
         try:
             step = next(steps)
@@ -63,7 +66,8 @@ class Driver(_Unpicklable):
                     step = next(steps)
                     continue
                 try:
-                    response = (call or self._transport.call)(step.request, step.timeout)
+                    ask = self._opened if step.parts else self._transport.call
+                    response = ask(step.request, step.timeout)
                 except DualformError as error:
                     step = steps.throw(error)
                 else:
@@ -81,11 +85,12 @@ class AsyncDriver(_Unpicklable):
         self._asking = asking
         self._closed = False
 
-    async def _stream(self, steps: Steps[Any], decode: Callable[[Any], T]) -> AsyncIterator[T]:
-        messages = await self._run(steps, self._opened)
+    async def _stream(self, steps: Steps[tuple[Any, WeightsReader]]) -> AsyncIterator[WeightsChunk]:
+        messages, reader = await self._run(steps)
         async with aclosing(messages):
             async for message in messages:
-                yield decode(message)
+                yield reader(message)
+        reader.end()
 
     async def _opened(self, request: Any, timeout: float | None) -> AsyncGenerator[Any, None]:
         """As `Driver._opened`."""
@@ -101,9 +106,7 @@ class AsyncDriver(_Unpicklable):
 
         return all_of_them()
 
-    async def _run(
-        self, steps: Steps[T], call: Callable[[Any, float | None], Awaitable[Any]] | None = None
-    ) -> T:
+    async def _run(self, steps: Steps[T]) -> T:
         _check_open(self._closed)
         try:
             step = next(steps)
@@ -113,7 +116,8 @@ class AsyncDriver(_Unpicklable):
                     step = next(steps)
                     continue
                 try:
-                    response = await (call or self._transport.call)(step.request, step.timeout)
+                    ask = self._opened if step.parts else self._transport.call
+                    response = await ask(step.request, step.timeout)
                 except DualformError as error:
                     step = steps.throw(error)
                 else:

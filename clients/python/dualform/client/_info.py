@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from dualform.client.errors import bad_answer
 from dualform.v1 import attribution_pb2 as pb
 
 _HEALTH: dict[int, str] = {pb.HEALTH_SERVING: "serving", pb.HEALTH_DAMAGED: "damaged"}
@@ -178,19 +180,37 @@ class IndexInfo:
 
 
 def limits_of(message: pb.Limits) -> ServerLimits:
-    """From the wire."""
-    return ServerLimits(message.max_k, message.max_queries, message.max_message_bytes)
+    """From the wire.
+
+    Raises:
+        InternalError: By these limits nothing could be asked.
+    """
+    found = ServerLimits(message.max_k, message.max_queries, message.max_message_bytes)
+    _at_least(1, **vars(found))
+    return found
 
 
-def summary_of(message: pb.IndexSummary) -> IndexSummary:
-    """From the wire."""
-    return IndexSummary(
-        message.name, _health(message.health), message.health_reason, message.version
-    )
+def summaries_of(message: pb.ListIndexesResponse) -> list[IndexSummary]:
+    """From the wire.
+
+    Raises:
+        InternalError: A name is there twice.
+    """
+    _once("index", [index.name for index in message.indexes])
+    return [
+        IndexSummary(index.name, _health(index.health), index.health_reason, index.version)
+        for index in message.indexes
+    ]
 
 
 def index_of(message: pb.IndexInfo) -> IndexInfo:
-    """From the wire."""
+    """From the wire.
+
+    Raises:
+        InternalError: A layer is there twice, or a number can be none.
+    """
+    _once("layer", [layer.name for layer in message.layers])
+    _at_least(0, steps=message.steps)
     return IndexInfo(
         name=message.name,
         health=_health(message.health),
@@ -200,25 +220,34 @@ def index_of(message: pb.IndexInfo) -> IndexInfo:
         layers={layer.name: _layer(layer) for layer in message.layers},
         version=message.version,
         sampling=_sampling(message.sampling) if message.HasField("sampling") else None,
-        devices=tuple(
-            DeviceInfo(
-                each.name,
-                each.title,
-                each.memory_bytes,
-                each.budget_bytes,
-                each.used_bytes,
-                each.refused,
-            )
-            for each in message.devices
-        ),
+        devices=tuple(map(_device, message.devices)),
     )
 
 
 def _sampling(message: pb.Sampling) -> Sampling:
+    if not 0 < message.sample <= 1:
+        raise bad_answer(f"a sample of {message.sample:g} of the examples")
+    _at_least(1, every=message.every)
     return Sampling(message.every, message.sample, message.seed, message.zero_rows)
 
 
+def _device(message: pb.DeviceInfo) -> DeviceInfo:
+    found = DeviceInfo(
+        message.name,
+        message.title,
+        message.memory_bytes,
+        message.budget_bytes,
+        message.used_bytes,
+        message.refused,
+    )
+    _at_least(0, memory=found.memory_bytes, budget=found.budget_bytes, used=found.used_bytes)
+    return found
+
+
 def _layer(message: pb.LayerInfo) -> LayerInfo:
+    _once(f"column of layer {message.name!r}", [column.name for column in message.columns])
+    _at_least(1, d_in=message.d_in, d_out=message.d_out)
+    _at_least(0, rows=message.rows, row_space=message.row_space, **message.dropped)
     return LayerInfo(
         name=message.name,
         kind=message.kind,
@@ -231,12 +260,27 @@ def _layer(message: pb.LayerInfo) -> LayerInfo:
         columns={c.name: _COLUMN_TYPES.get(c.type, "unknown") for c in message.columns},
         inexact=tuple(InexactMark(mark.from_step, mark.reason) for mark in message.inexact),
         dropped=dict(message.dropped),
-        residences=tuple(
-            Residence(each.device, each.rows, each.key_bytes, each.value_bytes)
-            for each in message.residences
-        ),
+        residences=tuple(map(_residence, message.residences)),
     )
+
+
+def _residence(message: pb.Residence) -> Residence:
+    found = Residence(message.device, message.rows, message.key_bytes, message.value_bytes)
+    _at_least(0, rows=found.rows, keys=found.key_bytes, values=found.value_bytes)
+    return found
 
 
 def _health(health: int) -> str:
     return _HEALTH.get(health, "unknown")
+
+
+def _once(what: str, names: Sequence[str]) -> None:
+    if len(set(names)) < len(names):
+        again = Counter(names).most_common(1)[0][0]
+        raise bad_answer(f"{what} {again!r} twice")
+
+
+def _at_least(least: int, **numbers: int) -> None:
+    for name, number in numbers.items():
+        if number < least:
+            raise bad_answer(f"{name} of {number}, where {least} is the least")

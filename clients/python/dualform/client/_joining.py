@@ -15,7 +15,7 @@ from dualform.client._results import (
     TopGroupsResult,
     TopKResult,
 )
-from dualform.client.errors import FailedPreconditionError
+from dualform.client.errors import FailedPreconditionError, bad_answer
 
 Result = TypeVar("Result", TopKResult, TopGroupsResult, SumsResult, DualOutputResult)
 
@@ -46,6 +46,8 @@ def join(parts: Sequence[Result]) -> Result:
     for name in _BY_QUERY[type(first)]:
         arrays = [getattr(part, name) for part in parts]
         present = [array for array in arrays if array is not None]
+        if len({array.shape[1:] for array in present}) > 1 or len(present) not in (0, len(parts)):
+            raise bad_answer(f"its parts have {name} of different sizes")
         if present:
             joined[name] = np.concatenate(present)
     if isinstance(first, TopKResult):

@@ -9,10 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from dualform.client._arrays import array_of, column_of, groups_of
-from dualform.client.errors import FailedPreconditionError, InternalError, UnknownColumnError
-from dualform.questions.question import STRATEGIES
-from dualform.v1 import attribution_pb2 as pb
+from dualform.client.errors import FailedPreconditionError, UnknownColumnError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -273,115 +270,6 @@ class DualOutputResult:
         return pandas.DataFrame(
             self.values.reshape(-1, self.values.shape[-1]), index=index, columns=units
         )
-
-
-def top_k_of(message: pb.TopKResponse) -> TopKResult:
-    """From the wire."""
-    rows, scores = array_of(message.rows), array_of(message.scores)
-    if rows.ndim not in (2, 3) or scores.shape != rows.shape:
-        raise InternalError(f"rows have shape {rows.shape}, scores {scores.shape}")
-    return TopKResult(
-        rows=rows,
-        scores=scores,
-        columns={column.name: column_of(column, rows.shape) for column in message.columns},
-        groups=groups_of(message.groups, rows.shape[1]) if message.HasField("groups") else None,
-        coverage=coverage_of(message.coverage),
-        counts=array_of(message.counts) if message.HasField("counts") else None,
-        plan=_plan_of(message),
-        index_version=message.index_version,
-    )
-
-
-def top_groups_of(message: pb.TopGroupsResponse) -> TopGroupsResult:
-    """From the wire."""
-    scores, counts = array_of(message.scores), array_of(message.counts)
-    if scores.ndim != 2 or counts.shape != scores.shape:
-        raise InternalError(f"sums have shape {scores.shape}, counts {counts.shape}")
-    return TopGroupsResult(
-        groups=column_of(message.groups, scores.shape),
-        scores=scores,
-        counts=counts,
-        coverage=coverage_of(message.coverage),
-        plan=_plan_of(message),
-        index_version=message.index_version,
-    )
-
-
-def sums_of(message: pb.SumsResponse) -> SumsResult:
-    """From the wire."""
-    values = array_of(message.values)
-    if values.ndim != 2:
-        raise InternalError(f"sums have shape {values.shape}")
-    return SumsResult(
-        groups=groups_of(message.groups, values.shape[1]),
-        values=values,
-        counts=array_of(message.counts),
-        coverage=coverage_of(message.coverage),
-        plan=_plan_of(message),
-        index_version=message.index_version,
-    )
-
-
-def weights_of(message: pb.StreamWeightsResponse) -> WeightsChunk:
-    """From the wire."""
-    return WeightsChunk(message.start, array_of(message.weights), message.index_version)
-
-
-def dual_output_of(message: pb.DualOutputResponse) -> DualOutputResult:
-    """From the wire."""
-    values, grouped = array_of(message.values), message.HasField("groups")
-    if values.ndim != (3 if grouped else 2):
-        raise InternalError(f"outputs have shape {values.shape}")
-    return DualOutputResult(
-        values=values,
-        initial=array_of(message.initial),
-        trained=array_of(message.trained) if message.HasField("trained") else None,
-        groups=groups_of(message.groups, values.shape[1]) if grouped else None,
-        counts=array_of(message.counts) if grouped else None,
-        coverage=coverage_of(message.coverage),
-        residual=array_of(message.residual) if message.HasField("residual") else None,
-        plan=_plan_of(message),
-        index_version=message.index_version,
-    )
-
-
-def explanations_of(message: pb.ExplainResponse) -> list[Explanation]:
-    """From the wire."""
-    version = message.index_version
-    for layer in message.layers:
-        for part in ("top_k", "sums", "output"):
-            if layer.HasField(part):
-                getattr(layer, part).index_version = version
-    return [
-        Explanation(
-            top_k=top_k_of(layer.top_k) if layer.HasField("top_k") else None,
-            sums=sums_of(layer.sums) if layer.HasField("sums") else None,
-            output=dual_output_of(layer.output) if layer.HasField("output") else None,
-            index_version=version,
-        )
-        for layer in message.layers
-    ]
-
-
-def coverage_of(message: pb.Coverage) -> Coverage:
-    return Coverage(
-        message.rows, message.total, message.nonfinite, message.dropped, message.missing
-    )
-
-
-def _plan_of(
-    message: pb.TopKResponse | pb.TopGroupsResponse | pb.SumsResponse | pb.DualOutputResponse,
-) -> ChosenPlan | None:
-    if not message.HasField("plan"):
-        return None
-    names: dict[int, str] = {number: name for name, number in STRATEGIES.items()}
-
-    def name(number: int) -> str:
-        return names.get(number, str(number))  # a newer server's
-
-    plan = message.plan
-    costs = {name(cost.strategy): cost.seconds for cost in plan.costs}
-    return ChosenPlan(name(plan.strategy), plan.reason, costs)
 
 
 def plain(values: npt.NDArray[Any]) -> npt.NDArray[Any]:

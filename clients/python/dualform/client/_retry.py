@@ -19,6 +19,10 @@ from dualform.client.errors import (
 
 # The reason of an UNAVAILABLE that trying again can't mend: certificates and protocols disagree.
 TLS_REFUSED = "TLS_REFUSED"
+# Likewise: what answers there is no gRPC server.
+NOT_GRPC = "NOT_GRPC"
+# The reason of a DEADLINE_EXCEEDED that is a proxy's.
+PROXY_TIMEOUT = "PROXY_TIMEOUT"
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,7 @@ def may_help(error: DualformError) -> bool:
     if (error.retry_after or 0.0) > _LONGEST_ASKED_S:
         return False
     if isinstance(error, UnavailableError):
-        return error.reason != TLS_REFUSED
+        return error.reason not in (TLS_REFUSED, NOT_GRPC)
     return isinstance(error, ResourceExhaustedError) and error.retry_after is not None
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from dualform._install import pip_install
-from dualform.client._arrays import array_of, column_of, groups_of
+from dualform.client._arrays import array_of, groups_of
 from dualform.client._attribution import Beside, beside_of, check_same_index, join_beside
 from dualform.client._results import pandas_of
-from dualform.client.errors import FailedPreconditionError, InternalError, InvalidArgumentError
+from dualform.client.errors import FailedPreconditionError, InvalidArgumentError, bad_answer
+from dualform.questions import AttributeQuestion
 from dualform.v1 import attribution_pb2 as pb
 
 if TYPE_CHECKING:
@@ -80,6 +81,27 @@ def path_of(out: object) -> Path | None:
     return path
 
 
+def scores_of(
+    message: pb.AttributeResponse,
+    question: AttributeQuestion,
+    targets: npt.NDArray[np.float64],
+    unrecorded: npt.NDArray[np.float64],
+) -> ScoresResult:
+    """To an AttributeQuestion without k, with what the model said."""
+    if message.HasField("by_layer"):
+        raise bad_answer("scores by layer that were not asked for")
+    values = array_of(message.scores, "scores", np.float64, (question.inputs, None))
+    groups = groups_of(message.groups, values.shape[1])
+    counts = array_of(message.counts, "counts", np.int64, (len(groups),))
+    return ScoresResult(
+        **beside_of(message, question, targets, unrecorded, counts),
+        groups=groups,
+        values=values,
+        counts=counts,
+        path=None,
+    )
+
+
 class Collector:
     """Takes the parts of an answer, each about the next of the inputs.
 
@@ -104,33 +126,21 @@ class Collector:
         assert self._path is not None
         return self._path.with_name(f".{self._path.name}.{os.getpid()}.part")
 
-    def take(
-        self,
-        message: pb.AttributeResponse,
-        layers: Sequence[str],
-        targets: npt.NDArray[np.float64],
-        unrecorded: npt.NDArray[np.float64],
-    ) -> None:
-        """Take a part, with what the model said."""
-        values = array_of(message.scores)
-        if values.ndim != 2 or len(values) != len(targets):
-            raise InternalError(f"scores have shape {values.shape}")
-        part = ScoresResult(
-            **beside_of(message, layers, targets, unrecorded),
-            groups=groups_of(message.groups, values.shape[1]),
-            values=None,
-            counts=array_of(message.counts),
-            path=self._path,
-        )
+    def take(self, part: ScoresResult) -> None:
+        """Take a part, as `scores_of` gives it."""
+        assert part.values is not None
+        values, part = part.values, replace(part, values=None, path=self._path)
         self._parts.append(part)
         check_same_index([self._parts[0], part])
+        if repr(part.groups) != repr(self._parts[0].groups):  # a NaN is not equal to itself
+            raise bad_answer("its parts have different groups")
         if self._put is None:
-            self._open(column_of(message.groups, (values.shape[1],)))
+            self._open(part.groups)
         assert self._put is not None
         self._put(self._done, values)
         self._done += len(values)
 
-    def _open(self, groups: npt.NDArray[Any]) -> None:
+    def _open(self, groups: list[Any]) -> None:
         shape = (self._n, len(groups))
         if self._path is not None and self._path.suffix == ".parquet":
             self._open_parquet(groups)
@@ -148,9 +158,9 @@ class Collector:
 
         self._put = put
 
-    def _open_parquet(self, groups: npt.NDArray[Any]) -> None:
+    def _open_parquet(self, groups: list[Any]) -> None:
         pyarrow, parquet = _pyarrow()
-        column = pyarrow.array(groups.tolist())
+        column = pyarrow.array(groups)
         schema = pyarrow.schema(
             {"query": pyarrow.int64(), "group": column.type, "score": pyarrow.float64()}
         )

@@ -5,21 +5,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from dualform.client._answers import check_counts, coverage_of
 from dualform.client._arrays import array_of, groups_of
 from dualform.client._asking import Asking, Steps, halved, located
 from dualform.client._info import IndexInfo
 from dualform.client._model_layers import layers_asked
-from dualform.client._results import Coverage, coverage_of, pandas_of
+from dualform.client._results import Coverage, pandas_of
 from dualform.client._retry import Deadline
 from dualform.client.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
     ResourceExhaustedError,
+    bad_answer,
 )
 from dualform.questions import IndexQuestion, SelfInfluenceQuestion
 from dualform.v1 import attribution_pb2 as pb
@@ -77,6 +80,7 @@ class _OfLayer:
     groups: list[Any]
     scores: npt.NDArray[np.float64]
     counts: npt.NDArray[np.int64]
+    total: int
     coverage: Coverage
     version: str
 
@@ -119,34 +123,68 @@ def _of_layer(
 ) -> Steps[_OfLayer]:
     limits = yield from asking.known_limits(deadline)
     size = max(1, limits.max_message_bytes // _GROUP_BYTES)
-    parts: list[pb.SelfInfluenceResponse] = []
+    parts: list[_OfLayer] = []
     first, total = 0, 1
     while first < total:
         try:
-            part = yield from asking.send(replace(question, first=first, count=size), deadline)
+            part = yield from asking.send(
+                replace(question, first=first, count=size), deadline, _part_of
+            )
         except ResourceExhaustedError as error:
             size = halved(error, size)
             continue
         except InvalidArgumentError as error:
             raise located(error, where) from None
         parts.append(part)
-        first, total = first + size, part.total
-    scores = [array_of(part.scores) for part in parts]
-    named = [groups_of(part.groups, len(some)) for part, some in zip(parts, scores, strict=True)]
-    return _OfLayer(
-        [group for part in named for group in part],
-        np.concatenate(scores),
-        np.concatenate([array_of(part.counts) for part in parts]),
-        coverage_of(parts[0].coverage),
-        parts[0].index_version,
+        if any(_memory(part) != _memory(parts[0]) for part in parts):
+            raise FailedPreconditionError(
+                "the index changed while it was answered in parts; ask again",
+                reason="INDEX_CHANGED",
+            )
+        first, total = first + len(part.groups), part.total
+    groups = [group for part in parts for group in part.groups]
+    if any(a[-1] >= b[0] for a, b in pairwise([part.groups for part in parts])):
+        raise bad_answer(f"parts whose groups of {question.by!r} do not ascend")
+    return replace(
+        parts[0],
+        groups=groups,
+        scores=np.concatenate([part.scores for part in parts]),
+        counts=np.concatenate([part.counts for part in parts]),
     )
+
+
+def _part_of(message: pb.SelfInfluenceResponse, question: SelfInfluenceQuestion) -> _OfLayer:
+    """To a SelfInfluenceQuestion with `count`."""
+    coverage, total = coverage_of(message.coverage), message.total
+    assert question.count is not None
+    if not 0 <= total <= coverage.rows:
+        raise bad_answer(f"{total} groups, where {coverage.rows} rows took part")
+    m = max(0, min(question.count, total - question.first))
+    counts = array_of(message.counts, "counts", np.int64, (m,))
+    check_counts(counts.tolist(), coverage.rows)
+    groups = groups_of(message.groups, m)
+    if None in groups:
+        raise bad_answer(f"a group of the rows without a value in {question.by!r}")
+    return _OfLayer(
+        groups,
+        array_of(message.scores, "scores", np.float64, (m,)),
+        counts,
+        total,
+        coverage,
+        message.index_version,
+    )
+
+
+def _memory(part: _OfLayer) -> tuple[object, ...]:
+    return part.total, part.coverage, part.version
 
 
 def _joined(found: Mapping[str, _OfLayer]) -> SelfInfluenceResult:
     each = list(found.values())
     groups = each[0].groups
     if any(other.groups != groups for other in each):  # layers need not have the same rows
-        groups = sorted({group for of_layer in each for group in of_layer.groups})
+        together = {group for of_layer in each for group in of_layer.groups}
+        groups = sorted(together, key=lambda group: (isinstance(group, str), group))
     place = {group: number for number, group in enumerate(groups)}
     by_layer = np.zeros((len(groups), len(each)))
     counts = np.zeros(len(groups), np.int64)

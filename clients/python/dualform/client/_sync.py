@@ -7,6 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from dualform.client._answers import dual_output_of, sums_of, top_groups_of, top_k_of
 from dualform.client._arrays import direction_matrix, query_matrices, query_matrix
 from dualform.client._asking import Asking
 from dualform.client._attributing import Attributing
@@ -24,11 +25,6 @@ from dualform.client._results import (
     TopGroupsResult,
     TopKResult,
     WeightsChunk,
-    dual_output_of,
-    sums_of,
-    top_groups_of,
-    top_k_of,
-    weights_of,
 )
 from dualform.client._retry import DEFAULT_RETRY, Retry
 from dualform.client._scores import ScoresResult, path_of
@@ -776,7 +772,7 @@ class Client(Driver):
                 chunks are taken.
         """
         question = StreamWeightsQuestion(layer, query_matrix(queries), index=index)
-        return self._stream(self._asking.stream_weights(question, timeout), weights_of)
+        return self._stream(self._asking.stream_weights(question, timeout))
 
     def examples(
         self, ids: Iterable[object], *, index: str | None = None, timeout: float | None = None

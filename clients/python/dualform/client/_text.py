@@ -15,7 +15,7 @@ from dualform.client._attributing import Attributing
 from dualform.client._attribution import AttributionResult, attribution_of, join_attributions
 from dualform.client._info import IndexInfo
 from dualform.client._retry import Deadline
-from dualform.client._scores import Collector
+from dualform.client._scores import Collector, scores_of
 from dualform.client._spans import best_spans
 from dualform.client._targets import logits_of
 from dualform.client._tokens import (
@@ -134,9 +134,7 @@ class TextQuestion:
         except IndexError as error:  # a table's, on a CPU
             raise not_taken(self.model, prompt + completion, error) from error
         parts: list[AttributionResult] = []
-        yield from question.ask(
-            asking, deadline, gradients, lambda *part: parts.append(attribution_of(*part))
-        )
+        yield from question.ask(asking, deadline, gradients, attribution_of, parts.append)
         found = join_attributions(parts)
         documents = [
             document
@@ -230,7 +228,7 @@ class TextQuestion:
         asked = {**self.asked, "by": self.position, "k": None, "where": inside}
         collector = Collector(None, 1)
         yield from replace(question, asked=asked, where=inside).ask(
-            asking, deadline, gradients, collector.take
+            asking, deadline, gradients, scores_of, collector.take
         )
         found = collector.result()
         assert found.values is not None

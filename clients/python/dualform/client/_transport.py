@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import threading
 from collections.abc import AsyncGenerator, Generator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import grpc
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 
+from dualform.client._between import error_between
 from dualform.client._connection import TOKEN, Connection
 from dualform.client._fork import use_asyncio, use_channels
-from dualform.client._retry import TLS_REFUSED
 from dualform.client.errors import (
     DualformError,
     FailedPreconditionError,
@@ -197,15 +196,17 @@ def error_of(error: Any, connection: Connection) -> DualformError:
             sent = _details(value)
         elif key == _REQUEST_ID and isinstance(value, str):
             request_id = value
-    reason = sent.reason
-    if code == "UNAVAILABLE" and reason is None:
-        message, reason = _unreachable(message, connection)
-    if code == "UNAUTHENTICATED" and reason is None and not connection.metadata:
+    if sent.reason is None:
+        between = error_between(code, message, connection)
+        if between is not None:
+            between.retry_after, between.request_id = sent.retry_after, request_id
+            return between
+    if code == "UNAUTHENTICATED" and sent.reason is None and not connection.metadata:
         message = f"{message}; give a token: token=, or {TOKEN} in the environment"
     return error_from_code(
         code,
         message,
-        reason=reason,
+        reason=sent.reason,
         field=sent.field,
         retry_after=sent.retry_after,
         request_id=request_id,
@@ -230,49 +231,32 @@ class _Details:
     retry_after: float | None = None
 
 
-def _unreachable(message: str, connection: Connection) -> tuple[str, str | None]:
-    """Why no server answers, in words, and a reason where trying again can't help."""
-    server, encrypted = connection.server, connection.credentials is not None
-    if encrypted and re.search("CERTIFICATE_VERIFY_FAILED|[Hh]ostname|[Pp]eer name", message):
-        return (
-            f"the certificate of {server} is not trusted ({message}); name the authority that "
-            "signed it, as in tls='ca.pem', and the server as its certificate does",
-            TLS_REFUSED,
-        )
-    if encrypted and re.search("WRONG_VERSION_NUMBER|tls_get_more_records", message):
-        return (
-            f"what answers at {server} does not speak TLS ({message}); leave out tls=, or give the "
-            "server a certificate",
-            TLS_REFUSED,
-        )
-    hints = ["is `dualform serve` running there, and is the address right?"]
-    if encrypted:
-        hints.append("Does the server want a client's certificate (certificate=, key=)?")
-    elif re.search("[Rr]eset|[Ss]ocket closed|GOAWAY|HTTP2|http2", message):
-        hints.append("If it has TLS, say tls=True or tls='ca.pem'.")
-    if connection.proxy is not None:
-        hints.append(
-            f"The call goes through a proxy, {connection.proxy} in the environment; "
-            "no_grpc_proxy=HOST there passes it by."
-        )
-    return f"no server answers at {server} ({message}); {' '.join(hints)}", None
-
-
 def _stub(channel: Any) -> Any:
     make: Any = AttributionServiceStub
     return make(channel)
 
 
-def _details(value: bytes) -> _Details:
-    found = _Details()
-    for detail in status_pb2.Status.FromString(value).details:
+def _details(value: object) -> _Details:
+    """What of the details can be read; the rest is left out, since code and message say enough."""
+    found, status = _Details(), status_pb2.Status()
+    if not isinstance(value, bytes) or not _parsed(status, value):
+        return found
+    for detail in status.details:
         info, bad = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
         again = error_details_pb2.RetryInfo()
-        if detail.Unpack(info):
+        if detail.Is(info.DESCRIPTOR) and _parsed(info, detail.value):
             found = replace(found, reason=info.reason or None)
-        elif detail.Unpack(bad) and bad.field_violations:
+        elif detail.Is(bad.DESCRIPTOR) and _parsed(bad, detail.value) and bad.field_violations:
             found = replace(found, field=bad.field_violations[0].field or None)
-        elif detail.Unpack(again):
+        elif detail.Is(again.DESCRIPTOR) and _parsed(again, detail.value):
             seconds = again.retry_delay.seconds + again.retry_delay.nanos * 1e-9
             found = replace(found, retry_after=max(0.0, seconds))
     return found
+
+
+def _parsed(message: Message, value: bytes) -> bool:
+    try:
+        message.ParseFromString(value)
+    except DecodeError:
+        return False
+    return True

@@ -15,7 +15,8 @@ DualformError                     base of all errors of dualform, those of other
 ├── DeadlineExceededError         not done within timeout=
 ├── CancelledError                given up before the end
 ├── UnimplementedError            the server is older than this client
-└── InternalError                 anything else: a defect, please report it
+└── InternalError                 anything else: a defect, please report it; with reason BAD_ANSWER
+                                  an answer that can't be one to what was asked
 
 Tried again, within the caller's one deadline: UNAVAILABLE, and RESOURCE_EXHAUSTED where the server
 says when to come back (`retry_after`). See `Retry`.
@@ -141,3 +142,15 @@ def error_from_code(
     error = kind(message, reason=reason, field=field, retry_after=retry_after)
     error.request_id = request_id
     return error
+
+
+def bad_answer(what: str) -> InternalError:
+    """An answer that can't be one to what was asked; nothing of it is given to the caller."""
+    return InternalError(
+        f"the answer is wrong: {what}; is that a dualform server, of a version that goes with this "
+        "client (ask with its own), and does all that stands between leave answers as they are?",
+        reason=BAD_ANSWER,
+    )
+
+
+BAD_ANSWER = "BAD_ANSWER"
