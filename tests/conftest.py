@@ -23,7 +23,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Tests that stay with one worker, since what they share takes long to make: Ray's processes, a demo.
+# Tests that stay with one worker: what they share takes long to make: Ray's processes, a demo.
 TOGETHER = {
     "tests/machines/": "tests/machines",
     "tests/project/test_demo.py": "the demo",
