@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from client.serving import serving
 from synthetic import make_index
 
 from .conftest import COMMAND, dualform
@@ -28,15 +29,16 @@ def test_an_index_with_letters_that_the_terminal_lacks(tmp_path: Path) -> None:
     rows = np.ones((4, 3), np.float32)
     index = make_index(tmp_path, rows, None, größe=["ä", "b", "ä", "b"])
     np.save(tmp_path / "q.npy", rows[:1])
-    question = ["--local", index, "--layer", "fc", "--query", tmp_path / "q.npy"]
-    for words in (
-        ["query", "top-k", *question],
-        ["query", "sums", *question, "--group-by", "größe"],
-        ["index", "inspect", index],
-    ):
-        done = dualform(*words, PYTHONIOENCODING="ascii:strict")
-        assert (done.status, done.err) == (0, "")
-        assert "gr\\xf6\\xdfe" in done.out
+    question = ["--layer", "fc", "--query", tmp_path / "q.npy"]
+    with serving({"index": index}) as address:
+        for words in (
+            ["query", "top-k", "--server", address, *question],
+            ["query", "sums", "--server", address, *question, "--group-by", "größe"],
+            ["index", "inspect", index],
+        ):
+            done = dualform(*words, PYTHONIOENCODING="ascii:strict")
+            assert (done.status, done.err) == (0, "")
+            assert "gr\\xf6\\xdfe" in done.out
 
 
 @pytest.mark.parametrize("close", [">&-", "2>&-", ">&- 2>&-"])

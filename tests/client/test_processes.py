@@ -90,7 +90,7 @@ import numpy as np
 import torch
 from dualform.client import AsyncClient, Client, DualformError
 
-path, server, threads = sys.argv[1], sys.argv[2], sys.argv[3]
+path, server = sys.argv[1:]
 queries = np.random.default_rng(8).standard_normal((9, 12)).astype(np.float32)
 torch.set_num_threads(2)
 # What makes torch start its threads, as any training does.
@@ -107,10 +107,9 @@ expected = {"local": asked(local), "remote": asked(remote)}
 import asyncio
 asyncio.run(loops.indexes())
 
-def child(name, put):
+def child(name, put, threads):
     faulthandler.dump_traceback_later(20, exit=True)  # where it hangs, if it does
-    if threads == "1":
-        torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     try:
         if name == "loops":
             put.send(asyncio.run(loops.indexes())[0].name)
@@ -127,15 +126,16 @@ def child(name, put):
         put.send(f"{error.reason}: {error}")
 
 context = multiprocessing.get_context("fork")
-for name in ("local", "opened in the child", "remote", "loops"):
-    take, put = context.Pipe(duplex=False)
-    process = context.Process(target=child, args=(name, put))
-    process.start()
-    said = take.recv() if take.poll(30) else "hangs"
-    print(name, "->", said, flush=True)
-    if said == "hangs":
-        process.kill()
-    process.join(20)
+for threads in (1, 2):
+    for name in ("local", "opened in the child", "remote", "loops"):
+        take, put = context.Pipe(duplex=False)
+        process = context.Process(target=child, args=(name, put, threads))
+        process.start()
+        said = take.recv() if take.poll(30) else "hangs"
+        print(threads, name, "->", said, flush=True)
+        if said == "hangs":
+            process.kill()
+        process.join(20)
 # The parent goes on.
 assert all(np.array_equal(a, b) for a, b in zip(asked(remote), expected["remote"]))
 assert all(np.array_equal(a, b) for a, b in zip(asked(local), expected["local"]))
@@ -144,9 +144,11 @@ local.close()
 """
 
 
-def forked(memory: Memory, server: str, threads: int) -> dict[str, str]:
+@pytest.fixture(scope="module")
+def said(memory: Memory, server: str) -> dict[str, str]:
+    """By threads and client, as in "1 local": what came of it in a fork."""
     done = subprocess.run(
-        [sys.executable, "-c", FORKED, str(memory.path), server, str(threads)],
+        [sys.executable, "-c", FORKED, str(memory.path), server],
         capture_output=True,
         text=True,
         timeout=150,
@@ -157,12 +159,11 @@ def forked(memory: Memory, server: str, threads: int) -> dict[str, str]:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no fork")
-def test_after_a_fork_with_one_thread_all_but_asyncio_answers(memory: Memory, server: str) -> None:
-    said = forked(memory, server, 1)
+def test_after_a_fork_with_one_thread_all_but_asyncio_answers(said: dict[str, str]) -> None:
     # gRPC's asyncio alone does not survive.
-    assert said.pop("loops").startswith("FORKED: ")
-    assert_remote(said.pop("remote"))
-    assert said == {"local": "same", "opened in the child": "same"}
+    assert said["1 loops"].startswith("FORKED: ")
+    assert_remote(said["1 remote"])
+    assert (said["1 local"], said["1 opened in the child"]) == ("same", "same")
 
 
 def assert_remote(said: str) -> None:
@@ -176,24 +177,22 @@ def assert_remote(said: str) -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no fork")
 def test_after_a_fork_with_torchs_threads_a_local_index_says_what_to_do(
-    memory: Memory, server: str
+    said: dict[str, str],
 ) -> None:
-    said = forked(memory, server, 2)
-    assert_remote(said["remote"])
-    assert "use a Client here" in said["loops"]
-    for name in ("local", "opened in the child"):
+    assert_remote(said["2 remote"])
+    assert "use a Client here" in said["2 loops"]
+    for name in ("2 local", "2 opened in the child"):
         assert said[name].startswith("FORKED: "), said
         assert "torch.set_num_threads(1)" in said[name]
         assert "spawn" in said[name]
 
 
 WHILE_RUNNING = """
-import faulthandler, multiprocessing, sys, threading
+import faulthandler, multiprocessing, threading
 import torch
 from torch import nn
 from dualform.client import DualformError, capture_queries
 
-threads = int(sys.argv[1])
 torch.set_num_threads(2)
 torch.randn(2_000_000).exp().sum()
 
@@ -213,7 +212,7 @@ other = threading.Thread(target=capture_queries, args=(model, x))
 other.start()
 inside.wait()
 
-def child(put):
+def child(put, threads):
     faulthandler.dump_traceback_later(20, exit=True)  # where it hangs, if it does
     torch.set_num_threads(threads)
     clean = model.training and not model.fc._forward_hooks
@@ -223,11 +222,12 @@ def child(put):
         put.send((clean, error.reason))
 
 context = multiprocessing.get_context("fork")
-take, put = context.Pipe(duplex=False)
-process = context.Process(target=child, args=(put,))
-process.start()
-print(take.recv() if take.poll(30) else "hangs")
-process.join(20)
+for threads in (1, 2):
+    take, put = context.Pipe(duplex=False)
+    process = context.Process(target=child, args=(put, threads))
+    process.start()
+    print(take.recv() if take.poll(30) else "hangs")
+    process.join(20)
 go_on.set()
 other.join()
 assert model.training and not model.fc._forward_hooks
@@ -235,15 +235,13 @@ assert model.training and not model.fc._forward_hooks
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no fork")
-@pytest.mark.parametrize(
-    ("threads", "said"), [("1", (True, [[1.0, 1.0, 1.0]])), ("2", (True, "FORKED"))]
-)
-def test_a_fork_while_another_thread_runs_a_model(threads: str, said: object) -> None:
+def test_a_fork_while_another_thread_runs_a_model() -> None:
+    """With one thread it answers, with two it says that it was forked."""
     done = subprocess.run(
-        [sys.executable, "-c", WHILE_RUNNING, threads], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", WHILE_RUNNING], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout == f"{said}\n"
+    assert done.stdout == "(True, [[1.0, 1.0, 1.0]])\n(True, 'FORKED')\n"
 
 
 LOADER = """

@@ -36,6 +36,8 @@ from playwright.sync_api import Page, expect, sync_playwright  # noqa: E402
 # What a screen reader calls a control.
 NAME = """e => e.getAttribute("aria-label") || e.innerText || e.labels?.[0]?.innerText
   || e.closest("label")?.innerText"""
+# Playwright would ask at every frame, and a browser on a busy machine may draw none.
+POLL_MS = 50
 DUALFORM = Path(sys.executable).with_name("dualform")
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
 
@@ -110,13 +112,15 @@ def shown(page: Page) -> Iterator[None]:
     """What is done in the block makes the page ask; behind it, that is shown."""
     before = page.locator(".status").get_attribute("data-shown") or "0"
     yield
-    page.wait_for_function(f"+document.querySelector('.status').dataset.shown > {before}")
+    page.wait_for_function(
+        f"+document.querySelector('.status').dataset.shown > {before}", polling=POLL_MS
+    )
 
 
 def opened(page: Page, address: str, view: str) -> None:
     """The page at a view's link."""
     page.goto(f"{address}/?{view}")
-    page.wait_for_function("document.querySelector('.status')?.dataset.shown > 0")
+    page.wait_for_function("document.querySelector('.status')?.dataset.shown > 0", polling=POLL_MS)
 
 
 def chosen(page: Page, label: str, option: str) -> None:

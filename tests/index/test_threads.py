@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import warm
 from synthetic import make_recording
 
 PROGRAM = """
@@ -41,6 +40,5 @@ def test_a_build_leaves_blas_one_thread_and_gives_back_what_it_had(
 ) -> None:
     keys = np.ones((100, 4), np.float32)
     recording = make_recording(tmp_path / "recording", keys, keys, 10, 0.1, 0.0, {})
-    arguments = [sys.executable, "-c", PROGRAM, str(recording), str(tmp_path / "index"), how]
-    found = subprocess.run(arguments, capture_output=True, text=True, check=True).stdout
-    assert found.split() == ["[3]", "[1]", "[3]"]
+    done = warm.run(PROGRAM, recording, tmp_path / "index", how)
+    assert done.stdout.split() == ["[3]", "[1]", "[3]"], done.stderr

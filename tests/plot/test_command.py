@@ -7,6 +7,7 @@ import os
 import struct
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -41,6 +42,13 @@ def check_format(path: Path) -> None:
     else:
         assert data[:5] == b"%PDF-"
         assert data.rstrip().endswith(b"%%EOF")
+
+
+@pytest.fixture(scope="module")
+def served(pictures: Pictures) -> Iterator[str]:
+    """HOST:PORT of a server with that index alone."""
+    with serving({"pictures": pictures.path}) as address:
+        yield address
 
 
 @pytest.mark.parametrize(
@@ -165,15 +173,11 @@ def test_saving_twice_gives_the_same_bytes(
 
 @pytest.mark.parametrize("backend", ["module://matplotlib_inline.backend_inline", "qtagg", "none"])
 def test_a_notebooks_backend_does_not_matter(
-    pictures: Pictures,
-    query_files: dict[str, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    backend: str,
+    served: str, query_files: dict[str, Path], tmp_path: Path, backend: str
 ) -> None:
-    monkeypatch.setenv("MPLBACKEND", backend)
     out = tmp_path / "sums.png"
-    done = draw("sums", pictures, query_files, "0", "--out", out)
+    asked = ["--server", served, "--layer", 0, "--query", query_files["0"]]
+    done = dualform("plot", "sums", *asked, "--out", out, MPLBACKEND=backend)
     assert done.status == 0, done.err
     check_format(out)
 

@@ -84,6 +84,9 @@ def run(
         tailwind=False,
         show_welcome_message=False,
         favicon="◧",
+        # On a busy machine a browser is silent for longer than the three seconds of NiceGUI: then
+        # its page would be loaded anew, and what was clicked meanwhile would be lost.
+        reconnect_timeout=10.0,
     )
     # NiceGUI looks for its server among all objects, and some of torch's warn when looked at.
     warnings.filterwarnings("ignore", message=".*torch", category=FutureWarning)

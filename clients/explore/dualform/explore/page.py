@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -31,6 +32,7 @@ from dualform.explore.sources import Source, Sources
 from dualform.explore.view import MOST_SHOWN, View, filtered, of_input, of_upload, view_of
 
 _LOG = logging.getLogger("dualform.explore")
+_SHOWN = itertools.count(1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +68,7 @@ class Page:
         self._began = 0.0
         self._step = ""
         self._setting = False
-        self._steps = self._shown = 0
+        self._steps = 0
         model = uploads.model
         reads = model is not None and model.prepare is not None
         takes = "a picture, a text, a .npy or .csv file" if reads else "a .npy or .csv file"
@@ -214,9 +216,8 @@ class Page:
         finally:
             if self._task is me:
                 self._controls.busy(False)
-                # How many views were shown or refused, for those who wait for one.
-                self._shown += 1
-                self._controls.state.props(f"data-shown={self._shown}")
+                # Which view was shown or refused, of all pages, for those who wait for one.
+                self._controls.state.props(f"data-shown={next(_SHOWN)}")
 
     async def _ask(self, view: View) -> None:
         self._tell("the indexes")
