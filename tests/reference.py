@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterator
 from fractions import Fraction
 
 import numpy as np
@@ -30,29 +32,29 @@ def nearest_float32(value: Fraction) -> np.float32:
 
 def exact_scores(keys: np.ndarray, queries: np.ndarray) -> np.ndarray:
     """float32 [n, rows]: every dot product as a rational number, rounded once."""
-    wide_keys = [[Fraction(float(x)) for x in row] for row in keys]
-    wide_queries = [[Fraction(float(x)) for x in row] for row in queries]
-    return np.array(
-        [
-            [
-                nearest_float32(sum((a * b for a, b in zip(q, k, strict=True)), Fraction(0)))
-                for k in wide_keys
-            ]
-            for q in wide_queries
-        ],
-        np.float32,
-    ).reshape(len(queries), len(keys))
+    found = [[nearest_float32(dot) for dot in row] for row in _dots(keys, queries)]
+    return np.array(found, np.float32).reshape(len(queries), len(keys))
 
 
 def exact_dots(keys: np.ndarray, queries: np.ndarray) -> np.ndarray:
     """float64 [n, rows]: every dot product as a rational number, rounded once."""
-    wide = [[[Fraction(float(x)) for x in row] for row in rows] for rows in (queries, keys)]
-    return np.array(
-        [
-            [float(sum((a * b for a, b in zip(q, k, strict=True)), Fraction(0))) for k in wide[1]]
-            for q in wide[0]
-        ]
-    ).reshape(len(queries), len(keys))
+    found = [[float(dot) for dot in row] for row in _dots(keys, queries)]
+    return np.array(found).reshape(len(queries), len(keys))
+
+
+def _dots(keys: np.ndarray, queries: np.ndarray) -> Iterator[list[Fraction]]:
+    """Of each query with every key."""
+    (wide_keys, unit), (wide_queries, other) = _integers(keys), _integers(queries)
+    for q in wide_queries:
+        yield [Fraction(sum(map(operator.mul, q, k)), unit * other) for k in wide_keys]
+
+
+def _integers(rows: np.ndarray) -> tuple[list[list[int]], int]:
+    """Finite floats as whole numbers of the smallest one that their type has, and how many of those
+    are one: a sum of whole numbers is quick, of fractions it is not."""
+    unit = 1 << (149 if rows.dtype == np.float32 else 1074)
+    ratios = [[x.as_integer_ratio() for x in row] for row in rows.astype(np.float64).tolist()]
+    return [[n * (unit // d) for n, d in row] for row in ratios], unit
 
 
 def top_k(

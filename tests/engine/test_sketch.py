@@ -80,14 +80,14 @@ def test_rho_is_at_least_the_rest(case: tuple[np.ndarray, np.ndarray, np.ndarray
 def arrays() -> dict[str, np.ndarray]:
     """Keys of the kind that training sees: nearly low-dimensional, with repeats."""
     rng = np.random.default_rng(0)
-    distinct = rng.standard_normal((4000, 20)) @ rng.standard_normal((20, 300))
+    distinct = rng.standard_normal((2000, 20)) @ rng.standard_normal((20, 300))
     distinct = np.maximum(distinct + 0.3 * rng.standard_normal(distinct.shape), 0)
-    keys = distinct[rng.integers(0, 4000, 24_000)].astype(np.float32)
+    keys = distinct[rng.integers(0, 2000, 12_000)].astype(np.float32)
     queries = np.concatenate([distinct[:6], distinct[7:10] * 0.5, np.zeros((1, 300))])
     return {
         "keys": keys,
         "queries": queries.astype(np.float32),
-        "label": rng.integers(0, 5, 24_000),
+        "label": rng.integers(0, 5, 12_000),
     }
 
 
@@ -97,8 +97,8 @@ def index(arrays: dict[str, np.ndarray], tmp_path_factory: pytest.TempPathFactor
         tmp_path_factory.mktemp("index"),
         arrays["keys"],
         None,
-        rows_per_step=200,
-        shard_rows=5000,
+        rows_per_step=100,
+        shard_rows=2500,
         label=arrays["label"].tolist(),
     )
     with Index.open(path, device="cpu") as opened:

@@ -368,9 +368,11 @@ def test_it_can_be_read_on_a_telephone(page: Page, address: str, scheme: Any) ->
             "index=digits&example=7&filters=label+!%3D+3",
             "index=read&example=%22text+05%22",
         ):
+            page.set_viewport_size({"width": 400, "height": 800})
+            opened(page, address, view)
             for width in (400, 1280):
                 page.set_viewport_size({"width": width, "height": 800})
-                opened(page, address, view)
+                page.wait_for_function(f"innerWidth === {width}", polling=POLL_MS)
                 assert page.evaluate("document.documentElement.scrollWidth") <= width
                 assert not faint(page, ".explorer *")
         page.keyboard.press("Tab")

@@ -58,7 +58,7 @@ def test_outputs_are_the_trained_model_s(
     handle = experts.register_forward_hook(lambda m, args, output: seen.append(args))
     stream = torch.Generator().manual_seed(1)
     with Recorder(model, optim, tmp_path / "recording") as recorder:
-        for step in range(50):
+        for step in range(20):
             ids = torch.randint(0, 30, (2, 4), generator=stream)
             recorder.annotate(example=torch.arange(2) + 2 * step, token=ids)
             optim.zero_grad()

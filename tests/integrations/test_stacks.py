@@ -1,4 +1,4 @@
-"""The stacks that people train in, each 50 steps through its own loop with SGD and with AdamW.
+"""The stacks that people train in, each 20 steps through its own loop with SGD and with AdamW.
 
 Every matrix is recorded or named; outputs are the trained layers', beside the stated residual; the
 rows with the largest weights are those of the keys that hooks of the test's own saw.
@@ -26,7 +26,7 @@ from .training import accelerate_forgets
 
 __all__ = ["accelerate_forgets"]
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the frameworks' own
-STEPS, EXAMPLES, BEST = 50, 4, 7
+STEPS, EXAMPLES, BEST = 20, 4, 7
 STACKS = stacks(tokens=8, pixels=16, batch=3)
 
 

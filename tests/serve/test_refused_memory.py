@@ -27,10 +27,10 @@ from dualform.v1 import attribution_pb2_grpc
 from .serving import tensor
 
 D = 64
-REQUEST_MIB = 60
+REQUEST_MIB = 30
 TIMES = 5
-# Of TIMES * REQUEST_MIB = 300 that a cycle would keep.
-MOST_MIB = 130
+# Of TIMES * REQUEST_MIB = 150 that a cycle would keep.
+MOST_MIB = 65
 
 # A top-k with this k runs until its caller gives up.
 HOLDS = 7
@@ -49,7 +49,7 @@ class Holding(Catalog):
 
 indexes = {"i": pathlib.Path(sys.argv[1])}
 limits = ServerLimits(
-    concurrent_scans=1, queued_scans=1, max_queries=1 << 20, waiting_mib=128
+    concurrent_scans=1, queued_scans=1, max_queries=1 << 20, waiting_mib=64
 )
 config = ServerConfig(indexes, listen="127.0.0.1:0", limits=limits)
 catalog = Holding(indexes, limits=Limits(limits.max_k, limits.max_queries, limits.max_message_mib))
@@ -136,7 +136,7 @@ def test_wrong_queries(server: Uncollected) -> None:
 
 
 def test_small_requests_that_may_be_joined(server: Uncollected) -> None:
-    queries = tensor(np.full((4000, D), np.nan, np.float32))
+    queries = tensor(np.full((2000, D), np.nan, np.float32))
     request = pb.TopKRequest(layer="fc", k=1, queries=queries)
 
     def once() -> None:
@@ -206,7 +206,7 @@ def test_many_large_requests_at_once_are_not_all_in_memory(server: Uncollected) 
         for call in calls:
             call.cancel()
         codes = [call.code() for call in calls]
-    # Two fit the budget of 128 MiB and wait; the others were read, four at a time, and refused.
+    # Two fit the budget of 64 MiB and wait; the others were read, four at a time, and refused.
     assert codes.count(grpc.StatusCode.RESOURCE_EXHAUSTED) >= clients - 3
     # While it is received a message is there twice, while it is worked on three times.
     assert most - before < (4 * 2 + 2 * 3) * REQUEST_MIB < clients * REQUEST_MIB

@@ -270,7 +270,7 @@ class Load:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.timeout(2400)
 def test_clients(truth: Truth, tmp_path: Path) -> None:
-    seconds, swap_every = count(8, 600), count(3, 20)
+    seconds, swap_every = count(5, 600), count(2, 20)
     samples: list[tuple[float, float, int]] = []
     swaps = 0
     with server(truth.versions, tmp_path) as process:

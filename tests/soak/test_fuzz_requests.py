@@ -115,7 +115,7 @@ def check_shapes(request: Any, response: Any) -> None:
 
 
 def test_requests(catalog: Catalog) -> None:
-    wanted = count(2000, 600_000)
+    wanted = count(1000, 600_000)
     codes: Counter[str] = Counter()
     slowest = (0.0, -1)
     for seed in seeds(wanted):
@@ -137,7 +137,7 @@ def test_requests(catalog: Catalog) -> None:
 
 
 def test_requests_through_a_socket(index: Path) -> None:
-    wanted, together = count(600, 30_000), 64
+    wanted, together = count(300, 30_000), 64
     codes: Counter[str] = Counter()
     names = {kind: kind.__name__.removesuffix("Request") for kind in KINDS}
     with serving({"i": index}) as served:
@@ -286,7 +286,7 @@ def changed_text(chance: random.Random) -> str:
 
 def test_filter_texts() -> None:
     """What is taken is a condition for SQLite too, and selects the same rows."""
-    wanted = count(1500, 150_000)
+    wanted = count(750, 150_000)
     outcomes: Counter[str] = Counter()
     rows = [(t % 3 if t % 7 else None, "ab"[t % 2], t / 4, t % 5 == 0, t) for t in range(ROWS)]
     names = ("label", "task", "weight", "flag", "step")

@@ -516,7 +516,7 @@ class Machine(RuleBasedStateMachine):
 
 
 def test_everything_at_once() -> None:
-    wanted, steps = count(200, 20_000), 50
+    wanted, steps = count(100, 20_000), 50
     done.clear()
     for run in itertools.count():
         if done.total() >= wanted:
