@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -24,14 +25,16 @@ def answering(
     credentials: Any = None,
     host: str = "127.0.0.1",
     options: tuple[tuple[str, int], ...] = (),
+    path: Path | None = None,
 ) -> Iterator[str]:
-    """Serves ListIndexes; yields "HOST:PORT".
+    """Serves ListIndexes; yields "HOST:PORT", or "unix:PATH".
 
     Args:
         behave: Called with each call's context first: it may look at it, or abort.
         credentials: Of TLS.
         host: To listen on.
         options: gRPC's, of the server.
+        path: Of a socket to listen on in place of `host`.
     """
 
     class Servicer(rpc.AttributionServiceServicer):  # type: ignore[misc]
@@ -42,7 +45,7 @@ def answering(
 
     server = grpc.server(futures.ThreadPoolExecutor(4), options=options)
     rpc.add_AttributionServiceServicer_to_server(Servicer(), server)
-    listen = f"{host}:0"
+    listen = f"{host}:0" if path is None else f"unix:{path}"
     port = (
         server.add_insecure_port(listen)
         if credentials is None
@@ -50,7 +53,7 @@ def answering(
     )
     server.start()
     try:
-        yield f"{host}:{port}"
+        yield f"{host}:{port}" if path is None else listen
     finally:
         server.stop(0).wait()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
@@ -56,11 +57,18 @@ def grpc_answer(*messages: bytes, code: str = "0") -> Answer:
 
 
 @contextmanager
-def http2(answer: Answer, calls: list[int] | None = None) -> Iterator[str]:
-    """Answers each call, once its body is there, with frames; yields "HOST:PORT"."""
+def http2(answer: Answer, calls: list[int] | None = None, greeting_s: float = 0.0) -> Iterator[str]:
+    """Answers each call, once its body is there, with frames; yields "HOST:PORT".
+
+    Args:
+        answer: Makes the frames.
+        calls: Gets the stream of each call.
+        greeting_s: Before a connection's first word, seconds.
+    """
 
     def speak(connection: socket.socket) -> None:
         _receive(connection, len(PREFACE))
+        time.sleep(greeting_s)
         connection.sendall(frame(SETTINGS, 0, 0, b""))
         bodies: dict[int, bytes] = {}
         while True:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import socket
 import ssl
+import struct
 from collections.abc import Callable
 from contextlib import closing
 from typing import Any
@@ -60,6 +62,7 @@ def refused(kind: type, address: str, **settings: Any) -> DualformError:
     return caught.value
 
 
+OK = ("grpc-status", "0")
 PAGE = b"<html><body>an error</body></html>"
 NOT_GRPC = (UnavailableError, "NOT_GRPC", "a web server, or a proxy that passes no gRPC on", 1)
 STATUSES: dict[int, tuple[type[DualformError], str, str, int]] = {
@@ -200,6 +203,33 @@ def test_one_query_that_is_too_large_for_a_proxy_is_refused_with_the_way_out() -
             with pytest.raises(ResourceExhaustedError, match="client_max_body_size") as caught:
                 client.top_k("fc", MANY)
             assert caught.value.reason == "REQUEST_TOO_LARGE"
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+def test_a_server_that_is_slow_to_greet_is_waited_for(kind: type) -> None:
+    """As over TLS from far away, or where a proxy is busy: one connection, one try."""
+    calls: list[int] = []
+    with http2(grpc_answer(), calls, greeting_s=0.7) as address:
+        error = refused(kind, address, retry=None)
+    assert error.reason == "BAD_ANSWER"  # so it has been reached
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+def test_what_a_few_bytes_could_become_is_not_taken(kind: type) -> None:
+    """A MiB of zeros, packed to a kB: a gigabyte would pack as well."""
+    packed = gzip.compress(bytes(1 << 20))
+    assert len(packed) < 2000
+
+    def answer(stream: int, _: bytes) -> bytes:
+        begun = headers(stream, (":status", "200"), *GRPC, ("grpc-encoding", "gzip"))
+        message = b"\x01" + struct.pack(">I", len(packed)) + packed
+        return begun + frame(DATA, 0, stream, message) + headers(stream, OK, end=True)
+
+    with http2(answer) as address:
+        error = refused(kind, address)
+    assert error.reason == "BAD_ANSWER"
+    assert "it is compressed" in str(error)
 
 
 def test_four_gigabytes_that_are_only_said() -> None:

@@ -141,6 +141,20 @@ def test_no_proxy_is_named_where_none_is_asked(monkeypatch: pytest.MonkeyPatch) 
     assert connection_of("example.org:1").proxy is not None
 
 
+def test_a_socket_in_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    path = tmp_path / "socket"
+    with answering(wants_a_token, path=path) as address:
+        ask_both(address, token="let-me-in")
+        ask_both(f"unix://{path}", token="let-me-in")
+    with (
+        Client(f"unix:{path}", retry=None) as client,
+        pytest.raises(UnavailableError, match="No such file") as caught,
+    ):
+        client.indexes()
+    assert "http_proxy" not in str(caught.value)
+
+
 def test_tls(ca: Authority, of_server: Signed) -> None:
     with answering(anyone, credentials=credentials(of_server)) as address:
         port = address.rpartition(":")[2]

@@ -14,7 +14,13 @@ import numpy as np
 import pytest
 import torch
 
-from dualform.client import AsyncClient, Client, FailedPreconditionError, InternalError
+from dualform.client import (
+    AsyncClient,
+    Client,
+    FailedPreconditionError,
+    InternalError,
+    dual_form,
+)
 from dualform.engine.messages.catalog import Catalog
 from dualform.v1 import attribution_pb2 as pb
 
@@ -331,3 +337,18 @@ def test_parts_that_do_not_go_together(
             ask(client, method, given, named)
     assert caught.value.reason == reason
     assert len(parts) == 2
+
+
+def test_outputs_of_another_width_than_the_layers(wrong: tuple[str, Answers]) -> None:
+    address, answers = wrong
+    inputs = torch.from_numpy(QUERIES)
+    answers.changes = {"DualOutput": in_first(narrower)}
+    with Client(address, retry=None) as client:
+        with pytest.raises(InternalError, match="1 units, the layer 5"):
+            client.attribute(MODEL, inputs, target=1, by="label", k=2)
+        with (
+            dual_form(MODEL, client),
+            pytest.raises(InternalError, match="1 units, the layer 5") as caught,
+        ):
+            MODEL(inputs)
+    assert caught.value.reason == "BAD_ANSWER"

@@ -95,6 +95,8 @@ def test_empty_file_is_all_defaults(tmp_path: Path) -> None:
         ("listen: 50051", ["listen", "HOST:PORT"]),
         ("listen: ':50051'", ["listen", "HOST:PORT"]),
         ("listen: 127.0.0.1", ["listen", "HOST:PORT"]),
+        ("listen: unix:/run/dualform", ["HOST:PORT", "sockets in the file system"]),
+        ("listen: /run/dualform", ["HOST:PORT", "sockets in the file system"]),
         ("listen: 127.0.0.1:99999", ["listen", "HOST:PORT"]),
         ("listen: '::1:50051'", ["listen", "[::1]:50051"]),
         ("listen: 0.0.0.0:50051", ["listen", "insecure: true"]),

@@ -392,7 +392,7 @@ def split_address(name: str, address: Any) -> tuple[str, int]:
     if not (colon and host and known) or (":" in host and not bracketed):
         raise ConfigError(
             f"{name} is {address!r}; say HOST:PORT with a port up to 65535, such as "
-            "127.0.0.1:50051 or [::1]:50051"
+            "127.0.0.1:50051 or [::1]:50051 (sockets in the file system are not listened on)"
         )
     return host, int(port)
 

@@ -16,7 +16,7 @@ from dualform.client._answers import dual_output_of
 from dualform.client._asking import Asking, Steps, halved, located
 from dualform.client._attribution import AttributionResult, attribution_of, join_attributions
 from dualform.client._info import IndexInfo, ServerLimits
-from dualform.client._model_layers import check_exact, chosen_layers, probe_of
+from dualform.client._model_layers import check_exact, check_width, chosen_layers, probe_of
 from dualform.client._retry import Deadline
 from dualform.client._scores import Collector, ScoresResult, scores_of
 from dualform.client._targets import Target, target_of
@@ -24,7 +24,6 @@ from dualform.client.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
     ResourceExhaustedError,
-    bad_answer,
 )
 from dualform.questions import (
     AttributedLayer,
@@ -134,8 +133,7 @@ class Attributing:
             )
             answer = yield from asking.send(question, deadline, dual_output_of)
             of_index = answer.values if answer.trained is None else answer.trained
-            if of_index.shape != of_model.shape:
-                raise bad_answer(f"outputs of layer {name!r} have shape {list(of_index.shape)}")
+            check_width(name, of_model.shape[-1], of_index)
             size = np.linalg.norm(of_model)
             off = np.linalg.norm(of_index - of_model) / max(float(size), 1e-30)
             most = _ROUNDED[kind.matrix(layer).element_size()]

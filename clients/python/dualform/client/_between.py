@@ -43,12 +43,14 @@ def error_between(code: str, message: str, connection: Connection) -> DualformEr
         return _of_status(int(status[1]), connection.server)
     if code == "UNAVAILABLE":
         return _unreachable(message, connection)
+    if "Compression algorithm" in message:
+        return bad_answer(f"it is compressed, which this client does not take ({message})")
     if "deserializing response" in message:
         return bad_answer("it can't be read as the message that it should be")
     if code in ("INTERNAL", "UNKNOWN"):  # of a server's own defects, details tell
         return InternalError(
-            f"{message} ({code}); what answers at {connection.server} is no dualform server, or "
-            "something between, such as a proxy, broke the answer off"
+            f"{message} ({code}); something between, such as a proxy whose time-out passed, broke "
+            f"the answer off, or what answers at {connection.server} is no dualform server"
         )
     return None
 
@@ -113,9 +115,10 @@ def _unreachable(message: str, connection: Connection) -> UnavailableError:
             reason=NOT_GRPC,
         )
     if _OTHER.search(message):
+        tls = "" if encrypted else " and, if it has TLS, say tls=True or tls='ca.pem'"
         return UnavailableError(
             f"what answers at {server} does not speak HTTP/2, which gRPC needs ({message}); is it "
-            "the right address, and does a proxy there offer HTTP/2?",
+            f"the right address? Let a proxy there offer HTTP/2{tls}",
             reason=NOT_GRPC,
         )
     hints = ["is `dualform serve` running there, and is the address right?"]

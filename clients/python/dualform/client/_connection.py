@@ -23,10 +23,14 @@ _OPTIONS = (
     # What the server sends, the server has bounded.
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
+    # The server compresses nothing, and a few bytes of another one's could become gigabytes here.
+    ("grpc.compression_enabled_algorithms_bitset", 1),
     # Retries are the client's own: they can be seen, set and turned off.
     ("grpc.enable_retries", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    # In spite of its name: what connecting may take, to a busy server or a far one, TLS included.
+    # The pauses between attempts stay as short as the others say.
+    ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 1000),
     # A server that went away without a word is noticed, also without a deadline. Servers end a
     # connection that pings more often than every 5 minutes, unless they say otherwise.

@@ -13,7 +13,7 @@ from dualform.client._arrays import int64
 from dualform.client._calls import checked_call, outside_compiled_code
 from dualform.client._capture import without_fast_paths
 from dualform.client._info import IndexInfo, LayerInfo
-from dualform.client._model_layers import check_exact, chosen_layers, probe_of
+from dualform.client._model_layers import check_exact, check_width, chosen_layers, probe_of
 from dualform.client._sync import Client
 from dualform.client.errors import CallError, FailedPreconditionError, InvalidArgumentError
 from dualform.v1.attribution_pb2 import Filter
@@ -110,7 +110,7 @@ def dual_form(
             index=index,
             timeout=timeout,
         )
-        return found.values
+        return check_width(name, info.layers[name].d_out, found.values)
 
     calls = dict.fromkeys(chosen, 0)
 
@@ -281,6 +281,7 @@ def _warn_of_another_model(
                 name, probe, at_step=step, max_residual=np.inf, index=index, timeout=timeout
             )
             of_index = found.values if found.trained is None else found.trained
+            check_width(name, of_model.shape[-1], of_index)
             if np.linalg.norm(of_index - of_model) <= SAME_WEIGHTS * np.linalg.norm(of_model):
                 break
         else:

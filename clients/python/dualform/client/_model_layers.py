@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from dualform.client._arrays import patterns_of
 from dualform.client._info import IndexInfo, LayerInfo
-from dualform.client.errors import FailedPreconditionError, InvalidArgumentError
+from dualform.client.errors import FailedPreconditionError, InvalidArgumentError, bad_answer
 
 if TYPE_CHECKING:
     import torch
@@ -127,6 +127,19 @@ def probe_of(
         None if bias is None else bias.detach().cpu().double(),
     )
     return probe, of_model.numpy()
+
+
+def check_width(name: str, d_out: int, outputs: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """`outputs`, if they are as wide as the layer's.
+
+    Raises:
+        InternalError: They are not.
+    """
+    if outputs.shape[-1] != d_out:
+        raise bad_answer(
+            f"outputs of layer {name!r} have {outputs.shape[-1]} units, the layer {d_out}"
+        )
+    return outputs
 
 
 def _shape(d_in: int, d_out: int, bias: bool) -> str:

@@ -27,7 +27,7 @@ from dualform.client._tokens import (
     encoded,
     not_taken,
 )
-from dualform.client.errors import InvalidArgumentError
+from dualform.client.errors import InvalidArgumentError, bad_answer
 from dualform.questions import IndexQuestion
 from dualform.v1 import attribution_pb2 as pb
 
@@ -235,6 +235,8 @@ class TextQuestion:
         tokens = encoded(self.tokenizer, payload) if isinstance(payload, str) else None
         places = [(place, s) for place, s in zip(found.groups, found.values[0], strict=True)
                   if place is not None]  # fmt: skip
+        if not all(isinstance(place, int) and not isinstance(place, bool) for place, _ in places):
+            raise bad_answer(f"places in {self.position!r} that are no integers")
         return [
             Span(first, last, score, self._text(tokens, first, last))
             for first, last, score in best_spans(places, self.spans, self.width, order)
