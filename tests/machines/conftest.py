@@ -11,8 +11,8 @@ from pathlib import Path
 import digits
 import pytest
 
-from dualform.machines.cluster import imported
-from dualform.machines.fleet import LOCAL, Fleet, Patience
+from dualform.machines.cluster import LOCAL, connect, imported
+from dualform.machines.fleet import Fleet, Patience
 from dualform.machines.machine import Settings
 from dualform.serve.actors import prepare
 
@@ -41,8 +41,7 @@ def cluster(ray_folder: Path) -> Iterator[str]:
     """The address of a Ray of this process, which the tests share: starting one takes 15 seconds of
     a core, and its daemons a tenth of one for as long as it runs."""
     ray = imported()
-    common = {"log_to_driver": False, "configure_logging": False, "include_dashboard": False}
-    ray.init(address=LOCAL, num_cpus=ACTORS + SPARE, object_store_memory=256 << 20, **common)
+    connect(ray, LOCAL, ACTORS + SPARE)
     yield str(ray.get_runtime_context().gcs_address)
     ray.shutdown()
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dualform.machines.cluster import FleetError, seats
+from dualform.machines.cluster import LOCAL, FleetError, connect, seats
 
 
 class Cluster:
@@ -51,6 +51,19 @@ def test_gpus_that_are_named_and_not_there() -> None:
     ):
         with pytest.raises(FleetError, match=r"are enough for [01] actors; ask for as many, or"):
             seats(cluster, count, device, fixed=fixed)
+
+
+def test_a_ray_that_does_not_start_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Ray has it: an Exception of no kind."""
+    import ray
+
+    def init(**options: Any) -> None:
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(FleetError, match=r"cannot be reached on this machine: The current node"):
+        connect(ray, LOCAL, 1)
 
 
 PROGRAM = """

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -104,6 +103,9 @@ def build_on_machines(
         announce: Called with sentences before anything is written.
         progress: Called with (bytes of keys and values made, bytes to make).
 
+    Where this process was connected to Ray before, pieces that are being made when the build ends
+    early come to their end first.
+
     Raises:
         FleetError: There is no Ray, or no such cluster.
         BuildError: As `build_index`, or a piece of work failed on some machine. What was made stays
@@ -131,7 +133,7 @@ def build_on_machines(
             threads = torch.get_num_threads()
             job = Job(paths, plan.options, mark, store.directory, __version__, threads)
             count = workers or max(1, int(ray.cluster_resources().get("CPU", 1)))
-            work = _Work(ray, plan, chains, store, job, count, progress)
+            work = _Work(ray, plan, chains, store, job, count, progress, connected)
             spaces = work.run()
             make_directories(directory, plan)
             for pieces in spaces:
@@ -157,9 +159,11 @@ class _Work:
         job: Job,
         workers: int,
         progress: Callable[[int, int], None] | None,
+        stays: bool,
     ) -> None:
         self._ray, self._plan, self._chains, self._store = ray, plan, chains, store
         self._job, self._workers, self._progress = job, workers, progress
+        self._stays = stays
         self._done = 0
         with threadpool_limits(1, user_api="blas"):
             self.directions = {name: plan.directions(name) for name in plan.layers}
@@ -225,9 +229,10 @@ class _Work:
                 for reply in ready:
                     self._take(reply, waiting.pop(reply))
         finally:
-            for reply in waiting:
-                with suppress(Exception):
-                    ray.cancel(reply, force=True)
+            # Ray's own `cancel` of what has just ended aborts the process. Leaving the cluster ends
+            # what still runs; where that is the caller's to leave, it comes to its end and is kept.
+            if waiting and self._stays:
+                ray.wait(list(waiting), num_returns=len(waiting))
 
     def _take(self, reply: Any, task: Task) -> None:
         try:
