@@ -9,8 +9,6 @@ from __future__ import annotations
 import http.client
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +18,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 import torch
+import warm
 from contrast import faint
 
 from .memory import TEXTS, Digits, a_picture, kept, write_model
@@ -38,7 +37,6 @@ NAME = """e => e.getAttribute("aria-label") || e.innerText || e.labels?.[0]?.inn
   || e.closest("label")?.innerText"""
 # Playwright would ask at every frame, and a browser on a busy machine may draw none.
 POLL_MS = 50
-DUALFORM = Path(sys.executable).with_name("dualform")
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
 
 
@@ -49,7 +47,7 @@ def address(digits: Digits, texts: Path, tmp_path_factory: pytest.TempPathFactor
     shutil.copytree(digits.path, broken)
     (broken / "manifest.json").write_text("{}")
     model = write_model(digits, tmp_path_factory.mktemp("model"))
-    command = [DUALFORM, "explore", digits.path, f"read={texts}", broken, "--port", "0"]
+    command = [digits.path, f"read={texts}", broken, "--port", "0"]
     command += ["--model", model]
     for count in (10, 27):
         names = tmp_path_factory.mktemp("names") / "names.txt"
@@ -59,12 +57,10 @@ def address(digits: Digits, texts: Path, tmp_path_factory: pytest.TempPathFactor
 
 
 def exploring(command: list[object], log: Path) -> Iterator[str]:
-    """A page's address; its server must end well on SIGTERM."""
-    with log.open("wb") as sink:
-        process = subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=sink)
-    assert process.stdout is not None
+    """The address of what `dualform explore` shows; it must end well on SIGTERM."""
+    process = warm.start("dualform", "explore", *command, errors=log.open("w+b"))
     try:
-        line = process.stdout.readline().decode()
+        line = process.stdout.readline()
         found = re.search(r"exploring at (\S+)", line)
         assert found, log.read_text()
         yield found[1]
@@ -74,7 +70,7 @@ def exploring(command: list[object], log: Path) -> Iterator[str]:
     finally:
         process.kill()
         process.wait()
-        process.stdout.close()
+        process.close()
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ pytest.importorskip("playwright.sync_api", reason="no playwright: pip install '.
 from playwright.sync_api import Page, expect
 
 from .memory import Digits, Many, make_wide
-from .test_browser import DUALFORM, a_page, exploring, opened, shown, values
+from .test_browser import a_page, exploring, opened, shown, values
 
 MOST_HTML = 300_000
 
@@ -26,7 +26,7 @@ def address(many: Many, digits: Digits, tmp_path_factory: pytest.TempPathFactory
     gone = tmp_path_factory.mktemp("gone") / "gone"
     shutil.copytree(digits.path, gone)
     (gone / "examples.bin").unlink()
-    command = [DUALFORM, "explore", many.path, gone, "--port", "0", "--model", many.model]
+    command = [many.path, gone, "--port", "0", "--model", many.model]
     yield from exploring(command, tmp_path_factory.mktemp("log") / "explore.log")
 
 
@@ -94,7 +94,7 @@ def test_a_hundred_thousand_units(page: Page, tmp_path: Path) -> None:
     wide, model = make_wide(tmp_path)
     names = tmp_path / "names.txt"
     names.write_text("".join(f"called {number}\n" for number in range(100_000)))
-    command = [DUALFORM, "explore", wide, "--port", "0", "--model", model, "--names", names]
+    command = [wide, "--port", "0", "--model", model, "--names", names]
     for address in exploring(command, tmp_path / "explore.log"):
         opened(page, address, "index=wide&input=3")
         expect(page.get_by_text("10 of 100,000 units").first).to_be_visible()

@@ -19,7 +19,7 @@ from playwright.sync_api import Page, expect
 from dualform.index import build_index
 from dualform.record import Recorder
 
-from .test_browser import DUALFORM, a_page, exploring, opened, shown, values
+from .test_browser import a_page, exploring, opened, shown, values
 
 COUNT = 24
 LAYER = "a_module_whose_name_is_very_long_as_those_of_large_networks_may_be"
@@ -101,7 +101,7 @@ def make_bare(folder: Path, **annotations: Any) -> Path:
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     bare, ids = tmp_path_factory.mktemp("bare"), tmp_path_factory.mktemp("ids")
-    command: list[object] = [DUALFORM, "explore", make_long(tmp_path_factory.mktemp("long"))]
+    command: list[object] = [make_long(tmp_path_factory.mktemp("long"))]
     command += [make_bare(bare), f"ids={make_bare(ids, example=torch.arange(8))}", "--port", "0"]
     yield from exploring(command, tmp_path_factory.mktemp("log") / "explore.log")
 

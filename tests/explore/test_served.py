@@ -9,29 +9,32 @@ import os
 import re
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import warm
 
 pytest.importorskip("playwright.sync_api", reason="no playwright: pip install '.[dev]'")
 
 from playwright.sync_api import expect
 
 from .memory import Digits
-from .test_browser import DUALFORM, a_page, opened, shown
+from .test_browser import a_page, opened, shown
 
+DUALFORM = Path(sys.executable).with_name("dualform")
 CONFIG = "listen: 127.0.0.1:0\nexplore: 127.0.0.1:0\nindexes: {{digits: {}}}\n"
 
 
 def test_a_server_that_is_slow_or_gone_is_said(digits: Digits, tmp_path: Path) -> None:
     (tmp_path / "server.yaml").write_text(CONFIG.format(digits.path))
-    command = [DUALFORM, "serve", "--config", tmp_path / "server.yaml"]
-    with (tmp_path / "log").open("wb") as log:
-        server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log)
+    log = tmp_path / "log"
+    server = warm.start(
+        "dualform", "serve", "--config", tmp_path / "server.yaml", errors=log.open("w+b")
+    )
     other = None
     try:
-        assert server.stdout is not None
-        said = [server.stdout.readline().decode() for _ in range(2)]
+        said = [server.stdout.readline() for _ in range(2)]
         (listening,) = re.findall(r"listening on (\S+)", said[0])
         (address,) = re.findall(r"exploring at (\S+)", said[1])
         other = subprocess.Popen(
@@ -56,13 +59,15 @@ def test_a_server_that_is_slow_or_gone_is_said(digits: Digits, tmp_path: Path) -
             found = re.search(r"exploring at (\S+)", other.stdout.readline().decode())
             assert found
             server.terminate()
-            assert server.wait(timeout=60) == 0, (tmp_path / "log").read_text()
+            assert server.wait(timeout=60) == 0, log.read_text()
             opened(page, found[1], "example=7")
             expect(page.locator(".trouble")).to_contain_text(listening.rpartition(":")[2])
             expect(page.get_by_role("button", name="Try again")).to_be_visible()
     finally:
-        for process in (server, other):
-            if process is not None and process.stdout is not None:
-                process.kill()
-                process.wait()
-                process.stdout.close()
+        server.kill()
+        server.wait()
+        server.close()
+        if other is not None and other.stdout is not None:
+            other.kill()
+            other.wait()
+            other.stdout.close()

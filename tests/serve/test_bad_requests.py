@@ -376,8 +376,9 @@ def peak() -> int:
 
 def test_a_layer_named_twice_is_refused_before_anything_is_computed(digits_server: Served) -> None:
     request = pb.ExplainRequest(k=1)
+    queries = tensor(good(digits_server, 1))
     for _ in range(2000):
-        request.layers.add(layer="2", queries=tensor(good(digits_server, 1)))
+        request.layers.add(layer="2", queries=queries)
     refused = refusal(lambda: digits_server.stub.Explain(request))
     assert (refused.code, refused.fields) == (INVALID, ["layers"])
     assert "twice" in refused.message
