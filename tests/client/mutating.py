@@ -81,10 +81,11 @@ def mutations(message: Any, path: str = "") -> Iterator[tuple[str, Callable[[Any
     for field in message.DESCRIPTOR.fields:
         name = f"{path}{field.name}"
         value = getattr(message, field.name)
-        if field.is_repeated and field.message_type and field.message_type.GetOptions().map_entry:
+        repeated = hasattr(value, "MergeFrom") and not isinstance(value, Message)
+        if repeated and field.message_type and field.message_type.GetOptions().map_entry:
             for key in value:
                 yield f"{name}[{key}]=-1", _at(field.name, lambda m, k=key: m.__setitem__(k, -1))
-        elif field.is_repeated:
+        elif repeated:
             if not len(value):
                 continue
             yield f"{name}:none", _at(field.name, lambda r: r.__delitem__(slice(None)))

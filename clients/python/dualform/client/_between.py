@@ -26,7 +26,7 @@ REQUEST_TOO_LARGE = "REQUEST_TOO_LARGE"
 
 _STATUS = re.compile(r"http2 header with status: (\d+)")
 _CERTIFICATE = re.compile("CERTIFICATE_VERIFY_FAILED|[Hh]ostname|[Pp]eer name")
-_OTHER = re.compile("http1.x server|Expected SETTINGS frame")
+_OTHER = re.compile("http1.x server|Failed parsing HTTP.2")
 _NO_TLS = re.compile("WRONG_VERSION_NUMBER|tls_get_more_records")
 
 

@@ -23,6 +23,7 @@ from dualform.client.errors import (
     DualformError,
     FailedPreconditionError,
     InternalError,
+    bad_answer,
     error_from_code,
 )
 from dualform.v1 import attribution_pb2 as pb
@@ -136,6 +137,8 @@ class AsyncGrpcTransport:
             raise error_of(error, self._connection) from None
         except grpc.aio.UsageError as error:
             raise closed_meanwhile(error) from None
+        except KeyError as error:
+            raise _unknown_status(error) from None
 
     async def stream(self, request: Message, timeout: float | None) -> AsyncGenerator[Any, None]:
         try:
@@ -149,6 +152,8 @@ class AsyncGrpcTransport:
                 yield message
         except grpc.RpcError as error:
             raise error_of(error, self._connection) from None
+        except KeyError as error:
+            raise _unknown_status(error) from None
         finally:
             call.cancel()
 
@@ -220,6 +225,11 @@ def closed_meanwhile(error: Exception) -> DualformError:
             "this client was closed while it asked; make a new one", reason="CLOSED"
         )
     return InternalError(f"{type(error).__name__}: {error}")
+
+
+def _unknown_status(error: KeyError) -> InternalError:
+    """What the asyncio of older gRPC makes of a status that is none of its codes."""
+    return bad_answer(f"it ends with the status {error}, which is none of gRPC's")
 
 
 @dataclass(frozen=True)
