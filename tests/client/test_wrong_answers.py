@@ -339,6 +339,22 @@ def test_parts_that_do_not_go_together(
     assert len(parts) == 2
 
 
+def test_rows_that_were_dropped_are_counted_by_any_word(wrong: tuple[str, Answers]) -> None:
+    address, answers = wrong
+    counts = {"every": 3, "rows": 4, "least": 1, "numbers": 2}
+
+    def of(change: dict[str, int]) -> Callable[[Any], None]:
+        return lambda message: message.index.layers[0].dropped.update(change)
+
+    answers.changes = {"GetIndex": in_first(of(counts))}
+    with Client(address, retry=None) as client:
+        assert client.index().layers["fc"].dropped == counts
+        answers.changes = {"GetIndex": in_first(of({**counts, "rows": -1}))}
+        with pytest.raises(InternalError, match="rows dropped by 'rows' of -1") as caught:
+            client.index()
+    assert caught.value.reason == "BAD_ANSWER"
+
+
 def test_outputs_of_another_width_than_the_layers(wrong: tuple[str, Answers]) -> None:
     address, answers = wrong
     inputs = torch.from_numpy(QUERIES)

@@ -247,7 +247,9 @@ def _device(message: pb.DeviceInfo) -> DeviceInfo:
 def _layer(message: pb.LayerInfo) -> LayerInfo:
     _once(f"column of layer {message.name!r}", [column.name for column in message.columns])
     _at_least(1, d_in=message.d_in, d_out=message.d_out)
-    _at_least(0, rows=message.rows, row_space=message.row_space, **message.dropped)
+    _at_least(0, rows=message.rows, row_space=message.row_space)
+    for reason, dropped in message.dropped.items():  # a reason may be called as any field
+        _at_least(0, **{f"rows dropped by {reason!r}": dropped})
     return LayerInfo(
         name=message.name,
         kind=message.kind,
