@@ -68,7 +68,7 @@ def until(condition: Callable[[], Any]) -> Any:
     end = time.monotonic() + 120
     while not (found := condition()):
         assert time.monotonic() < end
-        time.sleep(0.02)
+        time.sleep(0.1)  # answers are compared with all that was recorded, each time
     return found
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import warm
 
 from dualform.store.parquet import read_parquet
 
@@ -38,9 +37,8 @@ def test_no_thread_is_started(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     columns = {f"c{i}": pa.array(range(100_000)) for i in range(8)}
     pq.write_table(pa.table(columns), path, row_group_size=10_000)
-    run = [sys.executable, "-c", PROGRAM, str(path)]
-    result = subprocess.run(run, capture_output=True, text=True, check=True, timeout=60)
-    assert result.stdout.split() == ["100000", "0"]
+    result = warm.run(PROGRAM, path)
+    assert result.stdout.split() == ["100000", "0"], result.stderr
 
 
 @pytest.mark.parametrize("data", [b"", b"PAR1", b"x" * 100])
