@@ -22,6 +22,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+import torch._inductor.config
 from torch import nn
 
 from dualform.client import Client, InvalidArgumentError
@@ -463,7 +464,11 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
     # The compiler reports on itself.
     logging.getLogger("torch").setLevel(logging.ERROR)
-    yield
+    # Plain loops in this process: trying out vectors, and their headers, takes the C++ compiler
+    # longer than all that is compiled here.
+    plain = {"compile_threads": 1, "cpp.simdlen": 1, "cpp.vec_isa_ok": True}
+    with torch._inductor.config.patch(plain):
+        yield
     torch._dynamo.reset()
 
 
