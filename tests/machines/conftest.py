@@ -22,7 +22,7 @@ SPARE = 3
 """CPUs that are left for what tests build."""
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def ray_folder() -> Iterator[Path]:
     """Where Ray keeps sockets and logs: under a short name, since a socket's is at most 107."""
     folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))
@@ -36,17 +36,17 @@ def ray_folder() -> Iterator[Path]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def cluster(ray_folder: Path) -> Iterator[str]:
-    """The address of a Ray of this process, which the tests share: starting one takes 15 seconds of
-    a core, and its daemons a tenth of one for as long as it runs."""
+    """The address of a Ray of this process, which the tests share: starting one takes ten seconds
+    of a core. It stays to the end: a worker died a minute after its cluster had gone."""
     ray = imported()
     connect(ray, LOCAL, ACTORS + SPARE)
     yield str(ray.get_runtime_context().gcs_address)
     ray.shutdown()
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def fleet(cluster: str) -> Iterator[Fleet]:
     """Five actors of it."""
     patience = Patience(start=240.0, silent=60.0, replaced=60.0)
