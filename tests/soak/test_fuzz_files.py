@@ -122,6 +122,8 @@ class Watch:
     def end(self, what: str) -> None:
         grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - self._before) * 1024
         assert grown < MOST_BYTES, f"{what}: {grown >> 20} MiB"
+        # Where all were refused, nothing would show that what is right is taken.
+        assert {"refused"} < set(self.outcomes), f"{what}: {dict(self.outcomes)}"
         tell(
             f"fuzz: {self.outcomes.total():,} {what}, slowest {self.slowest:.2f} s, "
             f"{grown >> 20} MiB more: {dict(self.outcomes)}"
