@@ -1,5 +1,5 @@
 # Everything a developer runs. `make demo` and `make test` do all there is to do on a fresh machine
-# with make and Python 3.10 to 3.13; the other targets are parts of them.
+# with make and Python 3.10 to 3.13; the other targets are parts of them, or go further.
 
 PYTHON ?= python3
 VENV := .venv
@@ -19,19 +19,21 @@ KEEP_FAILED := -o tmp_path_retention_policy=failed
 # Tests start processes by the hundred: each would compile what it imports, where the environment says
 # that nobody keeps it.
 KEEP_COMPILED := PYTHONDONTWRITEBYTECODE=
+PYTEST := $(BIN)/python -m pytest
+SHARED = $(KEEP_COMPILED) $(if $(TEST_IN),TMPDIR=$(TEST_IN)) $(PYTEST) --numprocesses=$(WORKERS) --dist=loadscope $(KEEP_FAILED)
 # What is tested with other versions than those of .venv.
 FIVE := tests/store tests/index tests/engine tests/serve tests/client
-# What has many random cases: a few of them belong to make test.
+# What has many random cases, of which a few belong to make test, and what takes longest.
 # In memory, where there is a place for that: what is killed and damaged need not wait for a disk.
 SOAK_IN := $(wildcard /dev/shm)
 SOAK := tests/soak tests/property tests/engine/test_hostile.py tests/index/test_hostile.py \
-  $(shell grep -ls 'max_examples=count' tests/engine/*.py tests/record/*.py)
+  $(shell grep -lsE 'max_examples=count|mark\.slow' tests/*/*.py)
 # Environments of their own, gone again when all is well.
 LOWEST := .venv-lowest
 GPU := .venv-gpu
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-lowest test-matrix soak interop lint format stubs stubs-check bench docs dist dist-check gpu-install-check clean
+.PHONY: help setup demo test test-slow test-lowest test-matrix soak interop lint format stubs stubs-check bench docs dist dist-check gpu-install-check clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,8 +43,11 @@ setup: $(STAMP) ## Create .venv and install dualform with all it needs to develo
 demo: $(DEMO) ## The whole job once on real digits: record, build, verify, serve, ask; answers in demo/
 	@$(BIN)/python examples/digits_demo.py demo
 
-test: $(STAMP) ## All tests; those that need MNIST take it from DUALFORM_DATA (default ../shared/data) or skip
-	$(KEEP_COMPILED) $(if $(TEST_IN),TMPDIR=$(TEST_IN)) $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadscope $(KEEP_FAILED) $(PYTEST_ARGS)
+test: $(STAMP) ## The tests, but for the slow ones; those that need MNIST take it from DUALFORM_DATA (default ../shared/data) or skip
+	$(SHARED) -m "not slow" $(PYTEST_ARGS)
+
+test-slow: $(STAMP) ## The slow ones: clusters, compilers, kills, studies, the site, the page under load
+	$(SHARED) -m slow $(PYTEST_ARGS)
 
 test-lowest: $(STAMP) ## The tests of five parts with the oldest versions that pyproject.toml names (PYTHON: 3.10 or 3.11)
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info[:2] in [(3, 10), (3, 11)] else "the oldest versions have wheels for Python 3.10 and 3.11; this is " + sys.version.split()[0] + ": make test-lowest PYTHON=python3.11")'
@@ -57,7 +62,7 @@ test-matrix: ## The same tests with each Python from 3.10 to 3.14 that is instal
 	bash scripts/matrix.sh $(FIVE) $(PYTEST_ARGS)
 
 soak: $(STAMP) ## Very many of each: operations against a model, kills, random inputs, 64 clients for ten minutes (hours; DUALFORM_SOAK=0.1 for a tenth)
-	$(KEEP_COMPILED) $(if $(SOAK_IN),TMPDIR=$(SOAK_IN)) DUALFORM_SOAK=$(or $(DUALFORM_SOAK),1) $(BIN)/python -m pytest --capture=no --timeout=14400 $(KEEP_FAILED) $(SOAK) $(PYTEST_ARGS)
+	$(KEEP_COMPILED) $(if $(SOAK_IN),TMPDIR=$(SOAK_IN)) DUALFORM_SOAK=$(or $(DUALFORM_SOAK),1) $(PYTEST) --capture=no --timeout=14400 $(KEEP_FAILED) $(SOAK) $(PYTEST_ARGS)
 
 interop: $(STAMP) ## Clients of others, Node's, grpc-requests and grpcurl, ask every rpc over TLS with a token (needs node, npm and openssl; installs into build/)
 	mkdir -p build/interop
@@ -73,7 +78,7 @@ lint: $(STAMP) ## Style, format, types (mypy strict), the protos, and who import
 	$(BIN)/mypy $(PACKAGES:%=-p dualform.%)
 	$(BIN)/mypy $(LOOSE)
 	$(BIN)/buf lint protos
-	$(BIN)/python -m pytest --quiet tests/project/test_layout.py
+	$(PYTEST) --quiet tests/project/test_layout.py
 
 format: $(STAMP) ## Rewrite the code in the project's format
 	$(BIN)/ruff check --fix .

@@ -25,6 +25,7 @@ def test_letters_that_the_terminal_lacks_are_escaped(server: str, query_file: Pa
     assert "gr\\xf6\\xdfe.npy can't be read" in done.err
 
 
+@pytest.mark.slow
 def test_an_index_with_letters_that_the_terminal_lacks(tmp_path: Path) -> None:
     rows = np.ones((4, 3), np.float32)
     index = make_index(tmp_path, rows, None, größe=["ä", "b", "ä", "b"])

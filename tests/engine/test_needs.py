@@ -180,6 +180,7 @@ rows("again", TopKQuestion("fc", some[:20], k=1))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_estimates_are_upper_bounds(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
@@ -223,6 +224,7 @@ def test_so_are_those_of_layers_that_are_followed(tmp_path: Path) -> None:
     assert_upper_bounds(FOLLOWED, tmp_path / "index")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_so_are_those_of_packed_indexes(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)

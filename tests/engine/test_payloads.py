@@ -109,6 +109,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
 def test_memory_is_that_of_a_few_payloads(tmp_path: Path) -> None:
     """60 or 240 MiB of payloads of one call: a build holds some of them, a question its own."""

@@ -238,6 +238,7 @@ def test_nothing_takes_part(index: Index, arrays: dict[str, Any]) -> None:
     assert not found.counts.any()
 
 
+@pytest.mark.slow
 def test_a_million_groups(tmp_path: Path) -> None:
     """The message holds k groups, and what is held meanwhile is bounded, whatever the batch."""
     rows = 1_000_000

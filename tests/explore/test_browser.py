@@ -1,7 +1,6 @@
 """The page in a real browser: everything that a person does there, clicked.
 
-One server, one browser, one page. Needs Chromium (apt-get install chromium); without it these tests
-skip. Every request that the browser makes is written down, and must stay on this machine.
+One server, one browser, one page.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import http.client
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,26 +16,14 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 import torch
-import warm
 from contrast import faint
 
+from .browser import POLL_MS, Page, a_page, expect, exploring, opened, shown, values
 from .memory import TEXTS, Digits, a_picture, kept, write_model
-
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-if CHROMIUM is None:
-    pytest.skip("no Chromium: apt-get install chromium", allow_module_level=True)
-playwright = pytest.importorskip(
-    "playwright.sync_api", reason="no playwright: pip install '.[dev]'"
-)
-
-from playwright.sync_api import Page, expect, sync_playwright  # noqa: E402
 
 # What a screen reader calls a control.
 NAME = """e => e.getAttribute("aria-label") || e.innerText || e.labels?.[0]?.innerText
   || e.closest("label")?.innerText"""
-# Playwright would ask at every frame, and a browser on a busy machine may draw none.
-POLL_MS = 50
-FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
 
 
 @pytest.fixture(scope="module")
@@ -56,23 +42,6 @@ def address(digits: Digits, texts: Path, tmp_path_factory: pytest.TempPathFactor
     yield from exploring(command, tmp_path_factory.mktemp("log") / "explore.log")
 
 
-def exploring(command: list[object], log: Path) -> Iterator[str]:
-    """The address of what `dualform explore` shows; it must end well on SIGTERM."""
-    process = warm.start("dualform", "explore", *command, errors=log.open("w+b"))
-    try:
-        line = process.stdout.readline()
-        found = re.search(r"exploring at (\S+)", line)
-        assert found, log.read_text()
-        yield found[1]
-        process.terminate()
-        assert process.wait(timeout=30) == 0, log.read_text()
-        assert not log.read_text()
-    finally:
-        process.kill()
-        process.wait()
-        process.close()
-
-
 @pytest.fixture(scope="module")
 def page(address: str) -> Iterator[Page]:
     """One page for all tests."""
@@ -80,56 +49,11 @@ def page(address: str) -> Iterator[Page]:
         yield made
 
 
-@contextmanager
-def a_page() -> Iterator[Page]:
-    """A browser's page. Whatever it asked for was on this machine, and no script complained."""
-    requests: list[str] = []
-    trouble: list[str] = []
-    with sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        context = browser.new_context(viewport={"width": 1280, "height": 900})
-        context.grant_permissions(["clipboard-read", "clipboard-write"])
-        made = context.new_page()
-        made.set_default_timeout(30_000)
-        expect.set_options(timeout=30_000)
-        made.on("request", lambda request: requests.append(request.url))
-        made.on("websocket", lambda socket: requests.append(socket.url))
-        made.on("pageerror", lambda error: trouble.append(str(error)))
-        yield made
-        browser.close()
-    assert len(requests) > 10
-    asked = [urlsplit(each.removeprefix("blob:")) for each in requests]
-    assert {each.hostname for each in asked if each.scheme != "data"} == {"127.0.0.1"}
-    assert not trouble
-
-
-@contextmanager
-def shown(page: Page) -> Iterator[None]:
-    """What is done in the block makes the page ask; behind it, that is shown."""
-    before = page.locator(".status").get_attribute("data-shown") or "0"
-    yield
-    page.wait_for_function(
-        f"+document.querySelector('.status').dataset.shown > {before}", polling=POLL_MS
-    )
-
-
-def opened(page: Page, address: str, view: str) -> None:
-    """The page at a view's link."""
-    page.goto(f"{address}/?{view}")
-    page.wait_for_function("document.querySelector('.status')?.dataset.shown > 0", polling=POLL_MS)
-
-
 def chosen(page: Page, label: str, option: str) -> None:
     """An option of a select box, picked."""
     page.get_by_role("combobox", name=label, exact=True).click()
     with shown(page):
         page.get_by_role("option", name=option, exact=True).click()
-
-
-def values(page: Page, table: str, column: int) -> list[str]:
-    """A column of the first such table's body; the head of rows is column 0."""
-    cells = page.locator(table).first.locator(f"tbody tr :is(th, td):nth-child({column + 1})")
-    return cells.all_inner_texts()
 
 
 def test_pick_an_example_and_see_what_made_its_prediction(

@@ -10,12 +10,10 @@ from pathlib import Path
 import pytest
 from contrast import faint
 
-pytest.importorskip("playwright.sync_api", reason="no playwright: pip install '.[dev]'")
-
-from playwright.sync_api import Page, expect
-
+from .browser import Page, a_page, expect, exploring, opened, shown, values
 from .memory import Digits, Many, make_wide
-from .test_browser import a_page, exploring, opened, shown, values
+
+pytestmark = pytest.mark.slow
 
 MOST_HTML = 300_000
 

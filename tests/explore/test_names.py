@@ -12,14 +12,13 @@ import torch
 from contrast import faint
 from torch import nn
 
-pytest.importorskip("playwright.sync_api", reason="no playwright: pip install '.[dev]'")
-
-from playwright.sync_api import Page, expect
-
 from dualform.index import build_index
 from dualform.record import Recorder
 
-from .test_browser import a_page, exploring, opened, shown, values
+from .browser import Page, a_page, expect, exploring, opened, shown, values
+
+pytestmark = pytest.mark.slow
+
 
 COUNT = 24
 LAYER = "a_module_whose_name_is_very_long_as_those_of_large_networks_may_be"

@@ -1,6 +1,6 @@
 """The page beside a server, as `explore:` of its configuration has it; a server that is slow, gone.
 
-Needs Chromium, as tests/explore/test_browser.py does.
+Needs Chromium, as tests/explore/browser.py says.
 """
 
 from __future__ import annotations
@@ -15,17 +15,14 @@ from pathlib import Path
 import pytest
 import warm
 
-pytest.importorskip("playwright.sync_api", reason="no playwright: pip install '.[dev]'")
-
-from playwright.sync_api import expect
-
+from .browser import a_page, expect, opened, shown
 from .memory import Digits
-from .test_browser import a_page, opened, shown
 
 DUALFORM = Path(sys.executable).with_name("dualform")
 CONFIG = "listen: 127.0.0.1:0\nexplore: 127.0.0.1:0\nindexes: {{digits: {}}}\n"
 
 
+@pytest.mark.slow
 def test_a_server_that_is_slow_or_gone_is_said(digits: Digits, tmp_path: Path) -> None:
     (tmp_path / "server.yaml").write_text(CONFIG.format(digits.path))
     log = tmp_path / "log"

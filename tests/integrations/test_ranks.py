@@ -19,6 +19,7 @@ def free_port() -> int:
         return int(taken.getsockname()[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("framework", "package", "column"),
     [("trainer", "transformers", "example"), ("lightning", "lightning", "label")],

@@ -114,6 +114,7 @@ def product(model: nn.Module, name: str, x: np.ndarray) -> np.ndarray:
     return x.astype(np.float64) @ weight + (0.0 if bias is None else bias.detach().double().numpy())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
 @pytest.mark.parametrize("name", STACKS)
 def test_recorded_or_named_and_true(tmp_path: Path, name: str, optimizer: str) -> None:

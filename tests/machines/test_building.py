@@ -117,6 +117,7 @@ def unchanged(kept: dict[Path, int]) -> None:
         assert path.stat().st_mtime_ns == time_ns
 
 
+@pytest.mark.slow
 def test_killed_workers_are_replaced(
     cluster: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,6 +177,7 @@ def test_what_is_wrong_is_said(
     assert not index.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recording", [None], indirect=True)
 def test_the_command(recording: Path, plain: dict[str, bytes], cluster: str) -> None:
     index = recording.parent / "by-command"

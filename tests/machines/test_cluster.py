@@ -79,6 +79,7 @@ fleet.close()
 """
 
 
+@pytest.mark.slow
 def test_each_process_sees_its_own(ray_folder: Path) -> None:
     """Of a Ray that was told of GPUs which are not there: it numbers them all the same."""
     found = subprocess.run(

@@ -15,6 +15,7 @@ from dualform.engine import Index
 from dualform.serve import ConfigError, RayActors, ServerConfig
 
 
+@pytest.mark.slow
 def test_the_command_serves_from_processes_and_ends_them(
     sharded_index: Path, ray_folder: Path
 ) -> None:

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAM = """
 import sys, time
 from pathlib import Path
@@ -57,6 +59,7 @@ print("came back")
 """
 
 
+@pytest.mark.slow
 def test_a_node_that_goes_and_one_that_comes_in_its_place(
     sharded_index: Path, ray_folder: Path
 ) -> None:

@@ -143,6 +143,7 @@ def test_machines_build_what_one_process_builds(run: Run, cluster: str, tmp_path
         assert files(index) == files(run.folder / "plain")
 
 
+@pytest.mark.slow
 def test_a_build_of_machines_that_was_killed_goes_on(run: Run, cluster: str) -> None:
     on_ray = (run.folder, "index", "--ray", cluster, "--workers", "1")
     pieces = run.folder / ".index.pieces"

@@ -120,6 +120,7 @@ def test_the_split_and_normalisation_are_the_authors(sets: Sets) -> None:
     assert training.inputs.max().item() == pytest.approx((255 - 33.275) / 78.518, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_small_study_and_its_bounds(data_dir: Path, tmp_path: Path, sets: Sets) -> None:
     """With a bound that nothing could hold; then the same figures beside the study's own."""
     study = edited(tmp_path, "max_output_error: 1.0e-4", "max_output_error: 1.0e-12")
@@ -261,6 +262,7 @@ def test_shares_split_on_whether_the_output_is_right() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_mask_brings_back_what_a_second_task_took(
     data_dir: Path, tmp_path: Path, sets: Sets
 ) -> None:

@@ -51,7 +51,7 @@ def test_setup_refuses_an_unsupported_python(tmp_path: Path) -> None:
 
 def test_ci_runs_every_check() -> None:
     script = (ROOT / ".ci" / "run").read_text()
-    for target in ("setup", "lint", "stubs-check", "demo", "dist-check", "test"):
+    for target in ("setup", "lint", "stubs-check", "demo", "dist-check", "test-slow", "test"):
         assert re.search(rf"^step {target}$", script, re.MULTILINE), target
     assert script.rstrip().endswith("step test")
 
@@ -81,10 +81,19 @@ def test_two_processes_share_the_tests_unless_one_is_asked_for() -> None:
     assert "--numprocesses=0 " in make("--dry-run", "test", "WORKERS=0").stdout
 
 
+def test_every_test_is_run_by_one_of_two_targets() -> None:
+    assert ' -m "not slow" ' in make("--dry-run", "test").stdout
+    assert " -m slow " in make("--dry-run", "test-slow").stdout
+    slow = sorted(path for path in (ROOT / "tests").rglob("*.py") if ".slow" in path.read_text())
+    soaked = make("--dry-run", "soak").stdout
+    assert all(str(path.relative_to(ROOT)) in soaked for path in slow), soaked
+
+
 def test_lint_holds_the_boundaries() -> None:
     assert "tests/project/test_layout.py" in make("--dry-run", "lint").stdout
 
 
+@pytest.mark.slow
 def test_the_committed_stubs_are_what_the_proto_gives(tmp_path: Path) -> None:
     if sys.version_info >= (3, 13):
         pytest.skip("the oldest supported grpcio-tools has no wheel for Python 3.13")

@@ -110,6 +110,7 @@ def test_a_folder_with_other_files_is_left_alone(release: ModuleType, tmp_path: 
     assert (tmp_path / "thesis.txt").exists()
 
 
+@pytest.mark.slow
 def test_a_wheel_that_lacks_a_part_does_not_pass(
     release: ModuleType, clone: Path, tmp_path: Path
 ) -> None:

@@ -23,6 +23,7 @@ from dualform.v1 import admin_pb2, attribution_pb2
 
 ROOT = Path(__file__).resolve().parents[2]
 TAGS = r"<(h[1-4]|ol|ul|li|pre|table|tr|blockquote|img)\b"
+pytestmark = pytest.mark.slow
 PROTOS = sorted((ROOT / "protos" / "dualform" / "v1").glob("*.proto"))
 
 

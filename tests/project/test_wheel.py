@@ -44,6 +44,7 @@ def test_the_wheel_holds_every_part_and_nothing_else(wheel: Path) -> None:
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
+@pytest.mark.slow
 def test_the_client_alone_asks_a_real_server(
     wheel: Path, server: str, queries: Path, tmp_path: Path
 ) -> None:

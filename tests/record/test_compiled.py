@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import warm
 
 SETUP = """
@@ -77,6 +78,7 @@ def run(tmp_path: Path, body: str) -> str:
     return result.stdout
 
 
+@pytest.mark.slow
 def test_models_of_one_class(tmp_path: Path) -> None:
     """Recorded or not, in any order, also while another is recorded: each is what it is."""
     run(
@@ -187,6 +189,7 @@ for kind in ("SGD", "AdamW", "RAdam"):
     )
 
 
+@pytest.mark.slow
 def test_saved_models_load_without_dualform(tmp_path: Path) -> None:
     """Whole, while they are recorded; and they compute and train as the recorded one does."""
     run(

@@ -186,6 +186,7 @@ def test_what_else_it_has_is_the_wrapped_one_s() -> None:
         wrapped.colour  # noqa: B018
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("context", ["spawn"])
 def test_spawned_workers(context: str) -> None:
     check(DataLoader(indexed(Numbers()), 8, num_workers=1, multiprocessing_context=context), 1)

@@ -474,7 +474,9 @@ def fresh_compiler() -> Iterator[None]:
 
 # Dynamo looks at .grad of every tensor that it wraps, and torch warns of its own doing.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    "backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+)
 def test_compiled_models(tmp_path: Path, backend: str, fresh_compiler: None) -> None:
     trained = train(
         tmp_path, sgd(momentum=0.9), running=lambda model: torch.compile(model, backend=backend)

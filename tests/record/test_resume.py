@@ -147,6 +147,7 @@ class _Killed(BaseException):
     pass
 
 
+@pytest.mark.slow
 def test_a_kill_while_cutting_leaves_a_recording(
     tmp_path: Path, whole: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -186,6 +186,7 @@ def questions() -> list[tuple[str, Any]]:
     ]
 
 
+@pytest.mark.slow
 def test_the_server_stays_below_its_memory(limited: Any, least: int) -> None:
     outcomes: list[str] = []
     with limited(least + 500) as server, grpc.insecure_channel(server.address) as channel:

@@ -66,6 +66,7 @@ def expensive(number: int) -> pb.TopKRequest:
     return request
 
 
+@pytest.mark.slow
 def test_a_client_that_pings_keeps_its_call(holding: Served) -> None:
     options = [
         ("grpc.keepalive_time_ms", 1100),

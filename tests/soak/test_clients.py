@@ -267,6 +267,7 @@ class Load:
                 self.stop.wait(9)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.timeout(2400)
 def test_clients(truth: Truth, tmp_path: Path) -> None:

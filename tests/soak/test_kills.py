@@ -32,6 +32,7 @@ from .forking import Forks, alive, kill
 from .training import FILTERS, Memory, batch, queries
 from .workers import PAYLOADS, trained
 
+pytestmark = pytest.mark.slow
 KILLS_OF_ONE = 8
 LAYER = "0"
 
