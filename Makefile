@@ -46,7 +46,7 @@ demo: $(DEMO) ## The whole job once on real digits: record, build, verify, serve
 test: $(STAMP) ## The tests, but for the slow ones; those that need MNIST take it from DUALFORM_DATA (default ../shared/data) or skip
 	$(SHARED) -m "not slow" $(PYTEST_ARGS)
 
-test-slow: $(STAMP) ## The slow ones: clusters, compilers, kills, studies, the site, the page under load
+test-slow: $(STAMP) ## The slow ones: those with a cluster or a compiler of their own, kills, studies, the site, pages in Chromium
 	$(SHARED) -m slow $(PYTEST_ARGS)
 
 test-lowest: $(STAMP) ## The tests of five parts with the oldest versions that pyproject.toml names (PYTHON: 3.10 or 3.11)

@@ -32,6 +32,7 @@ TOGETHER = {
 # What takes longest, longest first.
 LONGEST = (
     "tests/machines",
+    "tests/explore/test_browser.py",
     "tests/project/test_experiments.py",
     "tests/project/test_site.py",
     "tests/project/test_release.py",

@@ -21,6 +21,7 @@ from contrast import faint
 from .browser import POLL_MS, Page, a_page, expect, exploring, opened, shown, values
 from .memory import TEXTS, Digits, a_picture, kept, write_model
 
+pytestmark = pytest.mark.slow
 # What a screen reader calls a control.
 NAME = """e => e.getAttribute("aria-label") || e.innerText || e.labels?.[0]?.innerText
   || e.closest("label")?.innerText"""

@@ -45,7 +45,14 @@ def test_the_command_serves_from_processes_and_ends_them(
     assert not alive
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1:" + "9" * 20, "127.0.0.1:²"])
+@pytest.mark.parametrize(
+    "address",
+    [
+        pytest.param("127.0.0.1:1", marks=pytest.mark.slow),
+        "127.0.0.1:" + "9" * 20,
+        "127.0.0.1:²",
+    ],
+)
 def test_a_cluster_that_is_not_there(sharded_index: Path, ray_folder: Path, address: str) -> None:
     arguments = [sharded_index, "--ray", address, "--port", "0"]
     found = warm.run("dualform", "serve", *arguments)

@@ -34,6 +34,7 @@ from dualform.v1 import attribution_pb2 as pb
 
 from .test_ray import Kept
 
+pytestmark = pytest.mark.slow
 LAYER = "2"
 QUERIES = np.random.default_rng(5).standard_normal((3, 48)).astype(np.float32)
 REQUEST = pb.TopKRequest(layer=LAYER, queries=tensor(QUERIES), k=40)
