@@ -20,7 +20,8 @@ KEEP_FAILED := -o tmp_path_retention_policy=failed
 # that nobody keeps it.
 KEEP_COMPILED := PYTHONDONTWRITEBYTECODE=
 PYTEST := $(BIN)/python -m pytest
-SHARED = $(KEEP_COMPILED) $(if $(TEST_IN),TMPDIR=$(TEST_IN)) $(PYTEST) --numprocesses=$(WORKERS) --dist=loadscope $(KEEP_FAILED)
+# With a new worker in the place of one that died, pytest-xdist may wait for ever: the run ends instead.
+SHARED = $(KEEP_COMPILED) $(if $(TEST_IN),TMPDIR=$(TEST_IN)) $(PYTEST) --numprocesses=$(WORKERS) --dist=loadscope --max-worker-restart=0 $(KEEP_FAILED)
 # What is tested with other versions than those of .venv.
 FIVE := tests/store tests/index tests/engine tests/serve tests/client
 # What has many random cases, of which a few belong to make test, and what takes longest.

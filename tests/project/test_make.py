@@ -81,6 +81,28 @@ def test_two_processes_share_the_tests_unless_one_is_asked_for() -> None:
     assert "--numprocesses=0 " in make("--dry-run", "test", "WORKERS=0").stdout
 
 
+@pytest.mark.slow
+def test_a_worker_that_dies_ends_the_run_and_is_named(tmp_path: Path) -> None:
+    """With the options of `make test` and this project's order."""
+    words = make("--dry-run", "test").stdout.split()
+    options = [each for each in words if each.startswith(("--numprocesses", "--dist", "--max-w"))]
+    shutil.copy(ROOT / "tests" / "conftest.py", tmp_path)
+    for number in range(6):
+        (tmp_path / f"test_{number}.py").write_text(
+            "import os, time\n\n\ndef test_before():\n    time.sleep(0.2)\n\n\n"
+            f"def test_dies():\n    if {number} == 1:\n        os._exit(1)\n"
+        )
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, "-p", "no:cacheprovider", str(tmp_path)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 1, done.stdout
+    assert re.search(r"crashed while running 'test_1.py::test_dies'", done.stdout), done.stdout
+
+
 def test_every_test_is_run_by_one_of_two_targets() -> None:
     assert ' -m "not slow" ' in make("--dry-run", "test").stdout
     assert " -m slow " in make("--dry-run", "test-slow").stdout
