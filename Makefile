@@ -47,7 +47,7 @@ demo: $(DEMO) ## The whole job once on real digits: record, build, verify, serve
 test: $(STAMP) ## The tests, but for the slow ones; those that need MNIST take it from DUALFORM_DATA (default ../shared/data) or skip
 	$(SHARED) -m "not slow" $(PYTEST_ARGS)
 
-test-slow: $(STAMP) ## The slow ones: those with a cluster or a compiler of their own, kills, studies, the site, pages in Chromium
+test-slow: $(STAMP) ## The slow ones: with a cluster, a compiler or an environment of their own, kills, studies, the site, pages in Chromium
 	$(SHARED) -m slow $(PYTEST_ARGS)
 
 test-lowest: $(STAMP) ## The tests of five parts with the oldest versions that pyproject.toml names (PYTHON: 3.10 or 3.11)
@@ -62,7 +62,7 @@ test-lowest: $(STAMP) ## The tests of five parts with the oldest versions that p
 test-matrix: ## The same tests with each Python from 3.10 to 3.14 that is installed (or of PYTHONS="python3.12 …"), in environments of their own
 	bash scripts/matrix.sh $(FIVE) $(PYTEST_ARGS)
 
-soak: $(STAMP) ## Very many of each: operations against a model, kills, random inputs, 64 clients for ten minutes (hours; DUALFORM_SOAK=0.1 for a tenth)
+soak: $(STAMP) ## Very many of each: operations against a model, kills, random inputs, 64 clients for ten minutes, and the files with slow tests (hours; DUALFORM_SOAK=0.1 for a tenth)
 	$(KEEP_COMPILED) $(if $(SOAK_IN),TMPDIR=$(SOAK_IN)) DUALFORM_SOAK=$(or $(DUALFORM_SOAK),1) $(PYTEST) --capture=no --timeout=14400 $(KEEP_FAILED) $(SOAK) $(PYTEST_ARGS)
 
 interop: $(STAMP) ## Clients of others, Node's, grpc-requests and grpcurl, ask every rpc over TLS with a token (needs node, npm and openssl; installs into build/)

@@ -32,12 +32,12 @@ TOGETHER = {
 # What takes longest, longest first.
 LONGEST = (
     "tests/machines",
-    "tests/explore/test_browser.py",
     "tests/project/test_experiments.py",
     "tests/project/test_site.py",
     "tests/project/test_release.py",
     "tests/record/test_compiled.py",
     "tests/integrations/test_stacks.py",
+    "tests/explore/test_browser.py",
 )
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -8,9 +8,11 @@ import json
 import os
 import pty
 import re
+import shlex
 import shutil
 import struct
 import subprocess
+import sys
 import termios
 from pathlib import Path
 
@@ -325,3 +327,13 @@ def test_a_folder_of_versions_is_verified_and_inspected_by_its_newest(
     followed = dualform("index", "build", "--follow", folder, tmp_path / "f")
     assert followed.status == 2
     assert f"{folder} is a folder of an index's versions" in followed.err
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits memory as Linux does")
+def test_too_little_memory_to_load_torch(tmp_path: Path) -> None:
+    command = shlex.join([str(Path(sys.executable).with_name("dualform")), "index", "build"])
+    limited = f"ulimit -v 1500000; exec {command} {tmp_path} {tmp_path / 'index'}"
+    done = subprocess.run(["bash", "-c", limited], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2
+    assert "there is not enough memory" in done.stderr
+    assert "report it" not in done.stderr

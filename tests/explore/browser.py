@@ -27,6 +27,8 @@ __all__ = ["POLL_MS", "Page", "a_page", "expect", "exploring", "opened", "shown"
 
 # Playwright would ask at every frame, and a browser on a busy machine may draw none.
 POLL_MS = 50
+# On a machine whose cores are busy with clusters and compilers too: a page loads in a second alone.
+PATIENCE_MS = 90_000
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
 
 
@@ -57,8 +59,8 @@ def a_page() -> Iterator[Page]:
         context = browser.new_context(viewport={"width": 1280, "height": 900})
         context.grant_permissions(["clipboard-read", "clipboard-write"])
         made = context.new_page()
-        made.set_default_timeout(30_000)
-        expect.set_options(timeout=30_000)
+        made.set_default_timeout(PATIENCE_MS)
+        expect.set_options(timeout=PATIENCE_MS)
         made.on("request", lambda request: requests.append(request.url))
         made.on("websocket", lambda socket: requests.append(socket.url))
         made.on("pageerror", lambda error: trouble.append(str(error)))

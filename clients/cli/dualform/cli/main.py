@@ -123,6 +123,12 @@ def _explain(error: Exception) -> int:
         return _complain(f"{where}{error.strerror or error}")
     if isinstance(error, ModuleNotFoundError):
         return _complain(f"{error}; this command needs more than the client: {pip_install('cpu')}")
+    # The second is what the loader of libraries says of it.
+    if isinstance(error, MemoryError) or "failed to map segment" in str(error):
+        why = f" ({error})" if str(error) else ""
+        return _complain(f"there is not enough memory{why}: give it more, or a higher ulimit -v")
+    if isinstance(error, ImportError):
+        return _complain(f"{error}: a package is broken, or does not go with another; install anew")
     return _complain(
         f"internal error, please report it: {type(error).__name__}: {error} "
         f"({TRACEBACK}=1 shows where)"
