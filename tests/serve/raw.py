@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 
@@ -44,7 +45,8 @@ def call(
         ("content-type", "application/grpc"),
         *more,
     ]
-    words = (word.encode() for header in headers for word in header)
+    # As os.fsdecode has bytes that are no UTF-8.
+    words = (os.fsencode(word) for header in headers for word in header)
     coded = [bytes([len(word)]) + word for word in words]
     block = b"".join(b"\0" + name + value for name, value in zip(*[iter(coded)] * 2, strict=True))
     body = struct.pack(">?I", compressed, len(message)) + message

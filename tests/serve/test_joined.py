@@ -84,6 +84,24 @@ def test_those_that_arrive_meanwhile_go_together() -> None:
     run(main)
 
 
+def test_those_that_wait_are_told_of_what_nobody_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main(gate: Gate, scans: ScanQueue, joined: JoinedScans) -> None:
+        async def broken(*_: object, **options: Any) -> None:
+            options["starting"]()
+            raise RuntimeError("can't start new thread")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(scans, "run", broken)
+            calls = [asyncio.wait_for(joined.run(b"k", each, 1), 10) for each in (1, 2)]
+            found = await asyncio.gather(*calls)
+        assert [each.code for each in found] == ["INTERNAL"] * 2
+        gate.open.set()
+        assert await joined.run(b"k", 3, 1) == b"3"
+        assert scans.waiting == 0
+
+    run(main)
+
+
 def test_each_has_its_own_refusal() -> None:
     async def main(gate: Gate, scans: ScanQueue, joined: JoinedScans) -> None:
         first = asyncio.create_task(joined.run(b"k", 0, 1))

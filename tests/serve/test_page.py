@@ -57,6 +57,14 @@ def read(url: str, token: str | None = None, context: ssl.SSLContext | None = No
         return response.read().decode()
 
 
+def test_who_accepts_what_is_no_media_type_gets_text(index: Path) -> None:
+    with serving({"i": index}, metrics="127.0.0.1:0") as served:
+        asked = urllib.request.Request(f"http://{address(served)}/metrics")
+        asked.add_header("Accept", "application/openmetrics-text; version=\xff;;;q=abc")
+        with urllib.request.urlopen(asked, timeout=10) as response:
+            assert b"grpc_server_call" in response.read()
+
+
 def status(url: str, token: str | None = None, context: ssl.SSLContext | None = None) -> int:
     with pytest.raises(urllib.error.HTTPError) as refused:
         read(url, token, context)

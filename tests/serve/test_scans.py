@@ -46,6 +46,23 @@ class Gate:
             await asyncio.sleep(0.005)
 
 
+def test_a_system_without_threads_takes_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def main() -> None:
+        queue = ScanQueue(2, 0)
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", none_left)
+            with pytest.raises(RuntimeError, match="new thread"):
+                threading.Thread().start()
+            both = [queue.run(lambda stop: "answer") for _ in range(2)]
+            assert await asyncio.gather(*both) == ["answer"] * 2
+        queue.close()
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("places", [1, 2])
 def test_one_call_after_the_other_never_waits_in_the_queue(places: int) -> None:
     async def main() -> None:

@@ -16,6 +16,7 @@ from dualform.questions.quoted import unicode
 from dualform.serve.access import request_id_of
 from dualform.serve.config import ConfigError
 from dualform.serve.health import HealthBoard
+from dualform.serve.lasting import LastingServer
 from dualform.serve.reading import compression
 from dualform.serve.status import Refusal, refuse
 from dualform.v1 import admin_pb2 as pb
@@ -35,13 +36,17 @@ class AdminServer:
 
     def __init__(self, address: str, reload: Reload, health: HealthBoard) -> None:
         self._address = address
-        self._server = grpc.aio.server(
-            options=[("grpc.so_reuseport", 0), *compression(grpc.__version__)]
-        )
-        stubs: Any = admin_pb2_grpc
-        stubs.add_AdminServiceServicer_to_server(_Servicer(reload), self._server)
-        health.add_to(self._server)
+        self._reload = reload
+        self._health = health
+        self._server = LastingServer(self._make, lambda server, at: server.add_insecure_port(at))
         self.address = address
+
+    def _make(self) -> grpc.aio.Server:
+        server = grpc.aio.server(options=[("grpc.so_reuseport", 0), *compression(grpc.__version__)])
+        stubs: Any = admin_pb2_grpc
+        stubs.add_AdminServiceServicer_to_server(_Servicer(self._reload), server)
+        self._health.add_to(server)
+        return server
 
     async def start(self) -> None:
         """Listen; `address` then has the port that was taken.
@@ -49,10 +54,7 @@ class AdminServer:
         Raises:
             ConfigError: The address cannot be listened on.
         """
-        try:
-            port = self._server.add_insecure_port(self._address)
-        except RuntimeError:
-            port = 0
+        port = self._server.listen(self._address)
         if port == 0:
             raise ConfigError(
                 f"admin: cannot listen on {self._address}: the port is taken or the address is not "

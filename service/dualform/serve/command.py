@@ -34,7 +34,8 @@ def run(config: ServerConfig, again: Callable[[], ServerConfig] | None = None) -
     Prints "listening on HOST:PORT" on standard output once ready; the log goes to standard error.
 
     Returns:
-        Exit status: 0 after a drain, 2 where nothing can be served as configured.
+        Exit status: 0 after a drain, 1 where gRPC ended and could not be started again, 2 where
+        nothing can be served as configured.
     """
     # Its default is to kill, and it may come before there is anything to read again: then it waits.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
@@ -50,13 +51,12 @@ def run(config: ServerConfig, again: Callable[[], ServerConfig] | None = None) -
         catalog = open_catalog(config)
         try:
             _report(catalog)
-            asyncio.run(_serve(config, catalog, again))
+            return asyncio.run(_serve(config, catalog, again))
         finally:
             catalog.close()
     except ConfigError as error:
         print(f"dualform serve: {error}", file=sys.stderr)
         return 2
-    return 0
 
 
 def check(config: ServerConfig) -> int:
@@ -90,7 +90,7 @@ def check(config: ServerConfig) -> int:
 
 async def _serve(
     config: ServerConfig, catalog: Catalog, again: Callable[[], ServerConfig] | None = None
-) -> None:
+) -> int:
     from dualform.serve.server import NOTICE_S, Server
 
     loop = asyncio.get_running_loop()
@@ -124,13 +124,21 @@ async def _serve(
         policy.settle()
         print(f"listening on {address}", flush=True)
         async with Explorer(config.explore, address) if config.explore else nullcontext():
-            await stop.wait()
+            await _either(stop, server.lost)
         _LOG.info("draining: no new questions; running ones finish first")
         await server.drain(hurry)
         _LOG.info("drained")
+        return int(server.lost.is_set())
     finally:
         # The loop will leave it to its default, which kills.
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
+
+
+async def _either(*events: asyncio.Event) -> None:
+    waits = [asyncio.ensure_future(event.wait()) for event in events]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
 
 
 def _report(catalog: Catalog) -> None:

@@ -11,10 +11,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 from dualform.serve.scans import Asker, ScanQueue, Stop
-from dualform.serve.status import Refusal
+from dualform.serve.status import Refusal, or_refusal
 
 MOST_BYTES = 1 << 20
 """Larger requests gain nothing by company, and go alone."""
@@ -114,6 +115,8 @@ class JoinedScans:
             found = await self._scans.run(
                 answer, what=self._what, asker=asker, admitted=True, starting=starting
             )
+        except Exception as error:  # nobody else would tell those who wait
+            found = or_refusal(self._what, partial(_raised, error))
         finally:
             done.set()
             if self._running.get(key) is done:
@@ -128,3 +131,7 @@ class JoinedScans:
     def _close(self, key: bytes, batch: _Batch) -> None:
         if self._open.get(key) is batch:
             del self._open[key]
+
+
+def _raised(error: Exception) -> NoReturn:
+    raise error

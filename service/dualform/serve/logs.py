@@ -39,6 +39,8 @@ def set_up_logs(style: str) -> None:
     )
     logging.basicConfig(handlers=[handler])
     logging.getLogger("dualform").setLevel(logging.INFO)
+    # It quotes what callers sent, a token among it, three times and with a traceback.
+    logging.getLogger("grpc._cython.cygrpc").setLevel(logging.CRITICAL + 1)
 
 
 class Lines(logging.Handler):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import grpc
@@ -95,7 +95,8 @@ class RequestReader:
             self._held -= size
             self._memory.give(taken)
             if large:  # nobody waits for it, and where no scan ran nobody else does it
-                asyncio.get_running_loop().run_in_executor(None, heap.give_back)
+                with suppress(RuntimeError):  # the system has no thread left
+                    asyncio.get_running_loop().run_in_executor(None, heap.give_back)
 
     async def _received(self, context: Any) -> bytes | Refusal:
         connection = context.peer()

@@ -355,5 +355,9 @@ class _Metrics:
         self._registry.register(_OfMachines(self._prometheus, machines))
 
     def page(self, accept: str) -> tuple[str, bytes]:
-        encode, kind = self._prometheus.exposition.choose_encoder(accept)
+        exposition = self._prometheus.exposition
+        try:
+            encode, kind = exposition.choose_encoder(accept)
+        except (TypeError, ValueError):  # what it can't read
+            encode, kind = exposition.choose_encoder("")
         return kind, encode(self._registry)

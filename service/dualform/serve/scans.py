@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -102,7 +103,7 @@ class ScanQueue:
         self._places = _Places(concurrent)
         self._waiting: Counter[str] = Counter()
         self._streams: Counter[str] = Counter()
-        self._pool = ThreadPoolExecutor(concurrent + 1, thread_name_prefix="scan")
+        self._pool = _started(concurrent + 1)
         self._seconds = _UNKNOWN_S
         self.begun = 0
         self.stopped: Callable[[str, float], None] = lambda what, seconds: None
@@ -237,6 +238,15 @@ class ScanQueue:
     def _soon(self) -> float:
         """Seconds after which a place to wait should be free: a scan's usual time."""
         return min(30.0, max(0.1, self._seconds))
+
+
+def _started(threads: int) -> ThreadPoolExecutor:
+    """With its threads there: a system that has none left later on takes no place away."""
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="scan")
+    together = threading.Barrier(threads)
+    for _ in range(threads):
+        pool.submit(together.wait)
+    return pool
 
 
 def _in(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any) -> None:

@@ -36,6 +36,7 @@ from dualform.serve.calls import Call, Calls
 from dualform.serve.config import ConfigError, ServerConfig
 from dualform.serve.handlers import SERVICE, attribution_handlers
 from dualform.serve.health import HEALTH_SERVICE, HealthBoard
+from dualform.serve.lasting import LastingServer
 from dualform.serve.memory import heap
 from dualform.serve.page import MetricsPage
 from dualform.serve.reading import AT_ONCE, RequestReader, compression
@@ -127,7 +128,7 @@ class Server:
         self._catalog = catalog
         self._health = HealthBoard(catalog)
         self._scans = ScanQueue(config.limits.concurrent_scans, config.limits.queued_scans)
-        message = config.limits.max_message_mib << 20
+        message = self._message = config.limits.max_message_mib << 20
         # Messages on their way in, each there twice, are counted once they are whole.
         self._memory = MemoryBudget(config.memory, aside=2 * AT_ONCE * message)
         if config.memory is not None:
@@ -160,16 +161,20 @@ class Server:
         self._stopping = threading.Event()
         self._sweeping: asyncio.Task[None] | None = None
         self._looking: asyncio.Task[None] | None = None
+        self._server = LastingServer(self._make, self._listen)
+
+    def _make(self) -> grpc.aio.Server:
+        """With all that is answered."""
         exempt = [f"/{SERVICE.full_name}/"]
-        if config.open_health:
+        if self._config.open_health:
             exempt.append(f"/{HEALTH_SERVICE}/")
         access = TokenInterceptor(self._access, tuple(exempt), self._refused, known=_BESIDE)
         traced = () if self._telemetry is None else self._telemetry.interceptors
-        self._server = grpc.aio.server(
+        server = grpc.aio.server(
             interceptors=[*traced, access],
             options=[
-                ("grpc.max_receive_message_length", message),
-                ("grpc.max_send_message_length", message),
+                ("grpc.max_receive_message_length", self._message),
+                ("grpc.max_send_message_length", self._message),
                 # Two servers on one port would share its clients without a word.
                 ("grpc.so_reuseport", 0),
                 # Clients may ping each second, also while nothing is asked, and keep their calls.
@@ -184,6 +189,18 @@ class Server:
             ],
             maximum_concurrent_rpcs=MOST_CALLS,
         )
+        server.add_generic_rpc_handlers(
+            (attribution_handlers(self._catalog, self._scans, self._calls, self._memory),)
+        )
+        self._health.add_to(server, None if self._config.open_health else self._access)
+        reflection.enable_server_reflection(_REFLECTED, server)
+        server.add_generic_rpc_handlers((_reflection_v1(),))
+        return server
+
+    @property
+    def lost(self) -> asyncio.Event:
+        """Set where gRPC ended by itself and could not be started again."""
+        return self._server.lost
 
     async def start(self) -> str:
         """Listen, answer, and check the indexes' files in the background.
@@ -195,16 +212,10 @@ class Server:
             ConfigError: An address cannot be listened on, or the memory is too little.
         """
         self._memory.check()
-        self._server.add_generic_rpc_handlers(
-            (attribution_handlers(self._catalog, self._scans, self._calls, self._memory),)
-        )
-        self._health.add_to(self._server, None if self._config.open_health else self._access)
-        reflection.enable_server_reflection(_REFLECTED, self._server)
-        self._server.add_generic_rpc_handlers((_reflection_v1(),))
         await self._refresh()
         listen = self._config.listen
         taken = _taken(self._config.host, self._config.port)
-        port = 0 if taken else self._add_port(listen)
+        port = 0 if taken else self._server.listen(listen)
         if port == 0:
             raise ConfigError(
                 f"cannot listen on {listen}: the port is taken or the address is not of this "
@@ -329,13 +340,10 @@ class Server:
             ]
         )
 
-    def _add_port(self, listen: str) -> int:
-        try:
-            if self._certificates is None:
-                return int(self._server.add_insecure_port(listen))
-            return int(self._server.add_secure_port(listen, self._certificates.credentials()))
-        except RuntimeError:
-            return 0
+    def _listen(self, server: grpc.aio.Server, address: str) -> int:
+        if self._certificates is None:
+            return int(server.add_insecure_port(address))
+        return int(server.add_secure_port(address, self._certificates.credentials()))
 
     async def drain(self, hurry: asyncio.Event | None = None) -> None:
         """Stop in good order.
@@ -348,7 +356,7 @@ class Server:
         await _first(asyncio.sleep(NOTICE_S), hurry.wait())
         self._stopping.set()
         stopping = asyncio.create_task(self._server.stop(GRACE_S))
-        await _first(self._scans.drain(), hurry.wait())
+        await _first(self._scans.drain(), hurry.wait(), asyncio.sleep(GRACE_S))
         await self._server.stop(0 if hurry.is_set() else LAST_WRITES_S)
         await stopping
         if self._admin is not None:

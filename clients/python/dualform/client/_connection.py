@@ -127,8 +127,10 @@ def checked_address(server: str) -> str:
     Raises:
         InvalidArgumentError: No port (gRPC would take 443), none of 1 to 65535, or a URL.
     """
-    if not isinstance(server, str) or not re.fullmatch(
-        rf"(?!https?:)(({_SCHEMES}):.+|.+:\d+)", server
+    if (
+        not isinstance(server, str)
+        or not server.isprintable()
+        or not re.fullmatch(rf"(?!https?:)(({_SCHEMES}):.+|.+:\d+)", server)
     ):
         raise InvalidArgumentError(
             f"server={server!r} is no address; HOST:PORT is needed, such as localhost:50051",
