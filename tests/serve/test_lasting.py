@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import time
 from pathlib import Path
 
 import grpc
@@ -16,6 +17,7 @@ from synthetic import make_index
 
 from dualform.client import Client
 from dualform.client.errors import UnauthenticatedError
+from dualform.serve import lasting
 
 from .raw import call, connect
 from .serving import serving
@@ -62,6 +64,18 @@ def test_a_method_whose_name_is_no_text_ends_nothing(index: Path, which: str) ->
         with Client(served.address) as client:
             rows = client.top_k("fc", QUERIES, k=1).rows
             assert rows.shape == (1, 1)
+
+
+def test_after_too_many_the_server_is_lost_and_drains(
+    index: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lasting, "_MOST_GONE", 0)
+    with serving({"i": index}) as served:
+        ended(served.address)
+        end = time.monotonic() + 20
+        while not served.server.lost.is_set():
+            assert time.monotonic() < end
+            time.sleep(0.01)
 
 
 def test_the_command_goes_on_and_its_log_has_no_token(index: Path, tmp_path: Path) -> None:

@@ -66,7 +66,8 @@ class LastingServer:
         self._stopping = True
         if self._replacing is not None:
             await self._replacing
-        await self._server.stop(grace)
+        if self._server not in _GONE:
+            await self._server.stop(grace)
 
     def _port(self, server: grpc.aio.Server, address: str) -> int:
         try:
