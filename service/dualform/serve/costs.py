@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from typing import Any
 
 _MOST_KINDS = 4096
-_WEIGHT = 0.3
+_REMEMBERED = 3
 
 
 class Experience:
-    """Remembers a moving average for each kind of question; belongs to one event loop."""
+    """Remembers for each kind of question what the last ones took; belongs to one event loop.
+
+    The least of them is what it takes: what a busy machine adds differs from one to the next and
+    never takes anything off, so one that was held up says nothing of those after it.
+    """
 
     def __init__(self) -> None:
-        self._seconds: OrderedDict[tuple[Any, ...], float] = OrderedDict()
+        self._seconds: OrderedDict[tuple[Any, ...], deque[float]] = OrderedDict()
 
     def seconds(self, kind: tuple[Any, ...]) -> float | None:
-        """What a question of this kind took, or None where there was none yet."""
-        return self._seconds.get(kind)
+        """What a question of this kind takes, or None where there was none yet."""
+        return min(self._seconds[kind]) if kind in self._seconds else None
 
     def learn(self, kind: tuple[Any, ...], seconds: float) -> None:
         """A question of this kind took so long."""
-        known = self._seconds.pop(kind, seconds)
-        # Up at once, down slowly: one surprise must not repeat itself in the cheap place.
-        self._seconds[kind] = max(seconds, known + _WEIGHT * (seconds - known))
+        self._seconds.setdefault(kind, deque(maxlen=_REMEMBERED)).append(seconds)
+        self._seconds.move_to_end(kind)
         if len(self._seconds) > _MOST_KINDS:
             self._seconds.popitem(last=False)
 

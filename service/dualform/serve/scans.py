@@ -5,8 +5,8 @@ where its caller has gone: giving up only asks it to stop, between two tiles.
 
 Fair: each client has a clock that its scans wind on by what they cost, and the client whose clock
 is furthest behind is next (start-time fair queueing, Goyal et al., 1996). So what one client asks
-costs the others at most the rest of a running scan. And what is known to be cheap has one more
-place of its own, where it waits for nothing expensive.
+costs the others at most the rest of a running scan. And what is known to be cheap, on its own or
+beside what else is asked, has one more place, where it waits for nothing expensive.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ T = TypeVar("T")
 Stop = Callable[[], bool]
 
 CHEAP_S = 0.05
-"""What takes less has the cheap place too."""
+"""What takes less has the cheap place too, ..."""
+_CHEAP_SHARE = 0.1
+"""... and so has what takes less than this share of a usual scan: on a busy machine nothing takes
+less than `CHEAP_S`, but all take longer alike."""
 _UNKNOWN_S = 0.1
 _LOOK_AGAIN_S = 0.01
 _MOST_CLOCKS = 1024
@@ -62,8 +65,8 @@ class Asker:
         client: Whose clock it winds on.
         connection: Over which the answer goes.
         seconds: What it will take, by experience; None where there is none.
-        queued_s: How long it waited; the last scan of several.
-        computed_s: How long its scans took.
+        queued_s: How long its scans waited.
+        computed_s: How long they took.
         joined: It was answered along with others.
     """
 
@@ -73,11 +76,6 @@ class Asker:
     queued_s: float = 0.0
     computed_s: float = 0.0
     joined: bool = False
-
-    @property
-    def cheap(self) -> bool:
-        """Whether it may take the cheap place."""
-        return self.seconds is not None and self.seconds < CHEAP_S
 
     @property
     def expected_s(self) -> float:
@@ -152,13 +150,13 @@ class ScanQueue:
             return refused
         came = time.monotonic()
         try:
-            cheap_place = await self._places.take(asker)
+            cheap_place = await self._places.take(asker, cheap=self._cheap(asker))
         finally:
             if not admitted:
                 self.leave(asker.client)
         starting()
         self.begun += 1
-        asker.queued_s = time.monotonic() - came
+        asker.queued_s += time.monotonic() - came
         stop = _GivenUp()
         loop, expected = asyncio.get_running_loop(), asker.expected_s
 
@@ -168,7 +166,8 @@ class ScanQueue:
             seconds = time.monotonic() - begin
             if (went_on := stop.seconds) is not None:
                 self.stopped(what, went_on)
-            self._seconds += 0.2 * (seconds - self._seconds)
+            if not cheap_place:
+                self._seconds += 0.2 * (seconds - self._seconds)
             asker.computed_s += seconds
             _in(loop, self._places.charge, asker.client, seconds - expected)
             return found
@@ -235,6 +234,11 @@ class ScanQueue:
         """Wait for the threads. Nothing may be asked afterwards."""
         self._pool.shutdown(wait=True)
 
+    def _cheap(self, asker: Asker) -> bool:
+        """Whether it may take the cheap place."""
+        most = max(CHEAP_S, _CHEAP_SHARE * self._seconds)
+        return asker.seconds is not None and asker.seconds < most
+
     def _soon(self) -> float:
         """Seconds after which a place to wait should be free: a scan's usual time."""
         return min(30.0, max(0.1, self._seconds))
@@ -275,12 +279,12 @@ class _Places:
         """Whether nothing runs, cheap or not."""
         return not self.taken and self._cheap_free == 1
 
-    async def take(self, asker: Asker) -> bool:
-        """Wait for a place; True where it is the cheap one, False otherwise."""
+    async def take(self, asker: Asker, *, cheap: bool) -> bool:
+        """Wait for a place, which may be the cheap one; True where it is, False otherwise."""
         start = max(self._now, self._clocks.get(asker.client, 0.0))
         self._clocks[asker.client] = start + asker.expected_s
         waiting = _Waiting(start, next(self._order), asyncio.get_running_loop().create_future())
-        heapq.heappush(self._lines[asker.cheap], waiting)
+        heapq.heappush(self._lines[cheap], waiting)
         self._hand_out()
         try:
             return await waiting.place
