@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 import socket
+import threading
+import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,15 @@ import warm
 from prometheus_client.parser import text_string_to_metric_families
 from synthetic import make_index
 
+from dualform.engine.messages.catalog import Catalog
+from dualform.serve import ServerLimits
 from dualform.v1 import attribution_pb2 as pb
 from dualform.v1 import attribution_pb2_grpc
 
 from .serving import Served, serving, tensor
 
 ROWS = 40
+HELD = 7
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +131,79 @@ def test_metrics_have_their_official_names(measured: tuple[Served, str]) -> None
     assert samples["dualform_index_serving", (("index", "i"), ("version", version))] == 1
 
 
+class HoldingCatalog(Catalog):
+    """Top-k with k = HELD waits at a gate, as a long scan would."""
+
+    gate = threading.Event()
+
+    def answer(self, request: Any, stop: Callable[[], bool] | None = None) -> Any:
+        if getattr(request, "k", 0) == HELD and stop is not None:
+            assert self.gate.wait(60)
+        return super().answer(request, stop)
+
+
+def test_metrics_say_what_waits_what_was_joined_and_how_it_was_answered(index: Path) -> None:
+    HoldingCatalog.gate.clear()
+    limits = ServerLimits(concurrent_scans=1)
+    with serving({"i": index}, limits, HoldingCatalog, metrics="127.0.0.1:0") as served:
+        assert served.server._page is not None
+        url = f"http://{served.server._page.address}/metrics"
+
+        def value(name: str, **labels: str) -> float | None:
+            with urllib.request.urlopen(url, timeout=10) as response:
+                text = response.read().decode()
+            for family in text_string_to_metric_families(text):
+                for each in family.samples:
+                    if each.name == name and each.labels == labels:
+                        return each.value
+            return None
+
+        def until(name: str, wanted: float) -> None:
+            end = time.monotonic() + 60
+            while (found := value(name)) != wanted:
+                assert time.monotonic() < end, (name, found)
+                time.sleep(0.02)
+
+        before = value("dualform_request_bytes")
+        held = served.stub.TopK.future(top_k(k=HELD))
+        until("dualform_scans_running", 1)
+        # Five alike wait: one scan will answer them. A large one goes by itself.
+        alike = [served.stub.TopK.future(top_k()) for _ in range(5)]
+        until("dualform_scans_waiting", 5)
+        large = tensor(np.zeros((60_000, 6), np.float32))
+        refused = served.stub.TopK.future(top_k(k=HELD, queries=large))
+        end = time.monotonic() + 60
+        while (bytes_held := value("dualform_request_bytes")) == before:
+            assert time.monotonic() < end
+        assert before == 0
+        assert bytes_held == pytest.approx(len(large.data), abs=100)
+        time.sleep(0.3)
+        HoldingCatalog.gate.set()
+        for call in [held, *alike]:
+            call.result(timeout=60)
+        assert refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED  # limits.max_queries
+        until("dualform_request_bytes", 0)
+        until("dualform_scans_waiting", 0)
+        until("dualform_scans_running", 0)
+        method = "dualform.v1.AttributionService/TopK"
+        assert value("dualform_joined_total", grpc_method=method) == 5
+        assert value("dualform_scans_total") == 3
+        queued = {
+            bound: value("dualform_queued_seconds_bucket", grpc_method=method, le=bound)
+            for bound in ("0.25", "+Inf")
+        }
+        # The two that were held waited for nothing, five did.
+        assert queued == {"0.25": 2, "+Inf": 7}
+        total = value("dualform_queued_seconds_sum", grpc_method=method)
+        assert total is not None
+        assert total > 5 * 0.3
+        strategy = served.stub.TopK(top_k(explain_plan=True)).plan.strategy
+        name = pb.Strategy.Name(strategy).removeprefix("STRATEGY_").lower()
+        assert value("dualform_strategy_total", grpc_method=method, strategy=name) == 7
+        # Just written, and read: all of it is in the page cache.
+        assert value("dualform_index_resident_ratio", index="i") == 1
+
+
 def test_json_lines(index: Path, tmp_path: Path) -> None:
     config = tmp_path / "server.yaml"
     config.write_text(f"log: json\nlisten: 127.0.0.1:0\nindexes: {{i: {index}}}\n")
@@ -150,6 +228,28 @@ def test_json_lines(index: Path, tmp_path: Path) -> None:
         ("indexes: {{i: {index}}}\ntokens: nowhere", 2, "tokens: "),
         ("indexes: {{i: {index}}}\ntls: {{certificate: a, key: b}}", 2, "tls.certificate"),
         ("indexes: {{i: {index}}}\nnonsense: 1", 2, "nonsense"),
+        ("indexes: {{i: {index}}}\nmemory: 100MiB", 2, "MiB are needed"),
+        ("indexes: {{i: {index}}}\nmemory: 8GiB", 0, "index i: can be served"),
+        (
+            "indexes: {{i: {index}}}\nlisten: 192.0.2.7:0\ninsecure: true",
+            2,
+            "listen: cannot listen on 192.0.2.7:0",
+        ),
+        (
+            "indexes: {{i: {index}}}\nlisten: nobody.invalid:0\ninsecure: true",
+            2,
+            "listen: cannot listen on nobody.invalid:0",
+        ),
+        (
+            "indexes: {{i: {index}}}\nlisten: 0.0.0.0:39\ninsecure: true\nmetrics: 127.0.0.1:39",
+            2,
+            "metrics and listen are both 127.0.0.1:39",
+        ),
+        (
+            "indexes: {{i: {index}}}\nmetrics: localhost:5998\nadmin: 127.0.0.1:5998",
+            2,
+            "admin and metrics are both 127.0.0.1:5998",
+        ),
     ],
 )
 def test_check_config(index: Path, tmp_path: Path, text: str, status: int, word: str) -> None:
@@ -159,3 +259,16 @@ def test_check_config(index: Path, tmp_path: Path, text: str, status: int, word:
     assert done.returncode == status
     assert word in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_check_config_beside_a_server_that_runs(index: Path, tmp_path: Path) -> None:
+    config = tmp_path / "server.yaml"
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = f"127.0.0.1:{other.getsockname()[1]}"
+        config.write_text(f"listen: {taken}\nmetrics: 127.0.0.1:0\nindexes: {{i: {index}}}\n")
+        done = warm.run("dualform", "serve", "--config", config, "--check-config")
+        assert done.returncode == 0, done.stderr
+        assert "listen: its port is taken now" in done.stdout
+        refused = warm.run("dualform", "serve", "--config", config)
+        assert refused.returncode == 2
+        assert f"cannot listen on {taken}: the port is taken" in refused.stderr

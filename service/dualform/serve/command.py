@@ -60,32 +60,42 @@ def run(config: ServerConfig, again: Callable[[], ServerConfig] | None = None) -
 
 
 def check(config: ServerConfig) -> int:
-    """Say whether `run` would serve this: indexes are opened, certificates and tokens read.
+    """Say whether `run` would serve this: all that it needs is opened, made and let go.
 
     Returns:
         Exit status: 0 where all of it can be served, 2 otherwise, with the reasons.
     """
     policy.apply()
-    from dualform.serve.access import Access
     from dualform.serve.server import open_catalog
-    from dualform.serve.tls import Certificates
 
     try:
         check_installed(config.explore)
-        Access(config.tokens)
-        if config.tls is not None:
-            Certificates(config.tls)
         catalog = open_catalog(config)
+        damages = {name: catalog.damage(name) for name in catalog.names}
+        for key in asyncio.run(_checked(config, catalog)):
+            print(f"{key}: its port is taken now, as by a server that runs")
     except ConfigError as error:
         print(f"dualform serve: {error}", file=sys.stderr)
         return 2
-    wrong = 0
-    for name in catalog.names:
-        damage = catalog.damage(name)
-        wrong += damage is not None
+    for name, damage in damages.items():
         print(f"index {name}: {damage or 'can be served'}")
-    catalog.close()
-    return 2 if wrong else 0
+    return 2 if any(damages.values()) else 0
+
+
+async def _checked(config: ServerConfig, catalog: Catalog) -> list[str]:
+    from dualform.serve.server import Server
+
+    hurry = asyncio.Event()
+    hurry.set()
+    try:
+        server = Server(config, catalog)
+    except ConfigError:
+        catalog.close()
+        raise
+    try:
+        return server.check()
+    finally:
+        await server.drain(hurry)
 
 
 async def _serve(

@@ -14,6 +14,7 @@ import logging
 import sys
 
 from dualform._install import pip_install
+from dualform.serve.addresses import EXPLORE
 from dualform.serve.config import ConfigError, split_address
 
 _LOG = logging.getLogger("dualform.serve")
@@ -33,9 +34,7 @@ class Explorer:
 
     def __init__(self, explore: bool | str, server: str) -> None:
         check_installed(explore)
-        host, port = ("127.0.0.1", 8080)
-        if isinstance(explore, str):
-            host, port = split_address("explore", explore)
+        host, port = split_address("explore", explore if isinstance(explore, str) else EXPLORE)
         asked, at = split_address("listen", server)
         if asked in ("0.0.0.0", "::"):
             asked = "127.0.0.1" if asked == "0.0.0.0" else "::1"

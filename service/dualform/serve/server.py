@@ -7,10 +7,8 @@ are taken, running ones finish within the grace, then the indexes are closed.
 from __future__ import annotations
 
 import asyncio
-import errno
 import itertools
 import logging
-import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -30,6 +28,7 @@ from dualform.machines.spread import Machines
 from dualform.questions.quoted import unicode
 from dualform.serve.access import Access, Client, TokenInterceptor
 from dualform.serve.actors import machines
+from dualform.serve.addresses import check_addresses
 from dualform.serve.admin import AdminServer
 from dualform.serve.budget import MemoryBudget
 from dualform.serve.calls import Call, Calls
@@ -202,6 +201,18 @@ class Server:
         """Set where gRPC ended by itself and could not be started again."""
         return self._server.lost
 
+    def check(self) -> list[str]:
+        """Whether `start` would do.
+
+        Returns:
+            Keys of the configuration whose port somebody else has at this moment.
+
+        Raises:
+            ConfigError: An address cannot be listened on, or the memory is too little.
+        """
+        self._memory.check()
+        return check_addresses(self._config)
+
     async def start(self) -> str:
         """Listen, answer, and check the indexes' files in the background.
 
@@ -211,15 +222,14 @@ class Server:
         Raises:
             ConfigError: An address cannot be listened on, or the memory is too little.
         """
-        self._memory.check()
+        taken = self.check()
         await self._refresh()
         listen = self._config.listen
-        taken = _taken(self._config.host, self._config.port)
-        port = 0 if taken else self._server.listen(listen)
+        port = 0 if "listen" in taken else self._server.listen(listen)
         if port == 0:
             raise ConfigError(
-                f"cannot listen on {listen}: the port is taken or the address is not of this "
-                "machine; choose another with --port, 0 for any free one"
+                f"cannot listen on {listen}: the port is taken; choose another with --port, 0 for "
+                "any free one"
             )
         if self._page is not None:
             await self._page.start()
@@ -398,28 +408,6 @@ def _reflection_v1() -> grpc.GenericRpcHandler[Any, Any]:
         response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
     )
     return grpc.method_handlers_generic_handler(_REFLECTION_V1, {"ServerReflectionInfo": handler})
-
-
-def _taken(host: str, port: int) -> bool:
-    """Whether somebody listens there already, on any address that the name has.
-
-    gRPC is content with one of several addresses, and would share a name's clients with another.
-    """
-    try:
-        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM) if port else []
-    except OSError:
-        return False  # gRPC will say what is wrong with it
-    for family, kind, protocol, _, address in addresses:
-        try:
-            with socket.socket(family, kind, protocol) as probe:
-                if family == socket.AF_INET6:
-                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(address)
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                return True
-    return False
 
 
 async def _cancelled(task: asyncio.Task[None]) -> None:
