@@ -31,6 +31,7 @@ RUNNABLE = [
 ]
 # Pages whose code needs what other tests have: those run it.
 RUN_BY = {
+    "docs/server.md": "tests/serve/test_config.py",
     "docs/sdk.md": "tests/client/test_end_to_end.py",
     "docs/dual-form.md": "tests/client/test_end_to_end.py",
     "docs/plots.md": "tests/plot/test_page.py",

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from synthetic import make_index
 
 from dualform.questions.placement import gpu_memory
 from dualform.serve import ConfigError, ServerConfig, ServerLimits
+
+from .serving import serving
 
 # The example of the user's documentation.
 PAGE = Path(__file__).parents[2] / "docs" / "server.md"
@@ -196,3 +201,17 @@ def test_no_amount_of_gpu_memory(given: object) -> None:
 @pytest.mark.parametrize(("given", "size"), [("1MiB", 1 << 20), (1 << 20, 1 << 20), (1, 1.0)])
 def test_the_least_of_gpu_memory(given: object, size: float) -> None:
     assert gpu_memory(given) == size
+
+
+def test_the_pages_client_without_the_sdk(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = np.random.default_rng(2).standard_normal((50, 256)).astype(np.float32)
+    index = make_index(tmp_path, keys, None)
+    (code,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    with serving({"i": index}) as served:
+        exec(code.replace("localhost:50051", served.address), {})
+    scores = keys.astype(np.float64).sum(1)
+    assert re.findall(r"\d+", capsys.readouterr().out) == [
+        str(row) for row in np.argsort(-scores)[:5]
+    ]

@@ -6,6 +6,7 @@ thread policy matters.
 
 from __future__ import annotations
 
+import difflib
 import ipaddress
 import os
 import stat
@@ -304,7 +305,10 @@ def _check_keys(where: str, data: Any, allowed: list[str]) -> None:
         raise ConfigError(f"{where} must hold `key: value` lines with: {', '.join(allowed)}")
     for key in data:
         if key not in allowed:
-            raise ConfigError(f"unknown key {key!r} in {where}; allowed are: {', '.join(allowed)}")
+            near = difflib.get_close_matches(str(key), allowed, n=1)
+            meant = f" (is {near[0]!r} meant?)" if near else ""
+            known = ", ".join(allowed)
+            raise ConfigError(f"unknown key {key!r} in {where}{meant}; allowed are: {known}")
 
 
 def _indexes(data: Any, folder: Path) -> dict[str, Path]:

@@ -19,6 +19,7 @@ from dualform.serve.handlers import SERVICE
 from dualform.serve.status import Refusal
 
 HEALTH_SERVICE = health.SERVICE_NAME
+_MOST_NAMED = 8
 _OF_INDEX = "dualform.index."
 _UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
@@ -73,10 +74,12 @@ class _Servicer:
         self._access = access
 
     async def Check(self, request: Any, context: Any) -> Any:
-        status = self._statuses(context).get(request.service)
+        statuses = self._statuses(context)
+        status = statuses.get(request.service)
         if status is None:
             context.set_code(grpc.StatusCode.NOT_FOUND)
-            context.set_details("no such service: name none, or dualform.index.NAME")
+            known = ", ".join([name for name in statuses if name][:_MOST_NAMED])
+            context.set_details(f"no such service; there are, beside the nameless one: {known}")
             return health_pb2.HealthCheckResponse()
         return health_pb2.HealthCheckResponse(status=_value(status))
 

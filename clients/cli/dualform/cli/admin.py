@@ -1,7 +1,7 @@
 """`dualform admin`: have a server on this machine read its configuration again, or ask how it is.
 
 Exit status: 0 where all is well, 1 where something was refused or is not served, 2 where nobody
-answers.
+answers or there is no such index.
 """
 
 from __future__ import annotations
@@ -101,6 +101,8 @@ def _asked(call: Any, request: Any, timeout: float) -> Any:
     except grpc.RpcError as error:
         status: Any = error
         code, details = status.code().name, status.details()
+        if code == "NOT_FOUND":
+            raise CommandError(details.replace("dualform.index.", "--index ")) from None
         if code in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
             raise CommandError(
                 f"nobody answers: {details}; is `admin` in the server's configuration, and --admin "

@@ -115,7 +115,7 @@ def _unreachable(message: str, connection: Connection) -> UnavailableError:
             reason=NOT_GRPC,
         )
     if _OTHER.search(message):
-        tls = "" if encrypted else " and, if it has TLS, say tls=True or tls='ca.pem'"
+        tls = "" if encrypted else " and, if it has TLS, say tls=True or tls='ca.pem' (--tls)"
         return UnavailableError(
             f"what answers at {server} does not speak HTTP/2, which gRPC needs ({message}); is it "
             f"the right address? Let a proxy there offer HTTP/2{tls}",
@@ -123,9 +123,12 @@ def _unreachable(message: str, connection: Connection) -> UnavailableError:
         )
     hints = ["is `dualform serve` running there, and is the address right?"]
     if encrypted:
-        hints.append("Does the server want a client's certificate (certificate=, key=)?")
+        hints.append(
+            "Does the server want a client's certificate (certificate=, key=; --certificate, "
+            "--key)?"
+        )
     elif re.search("[Rr]eset|[Ss]ocket closed|GOAWAY|HTTP2|http2", message):
-        hints.append("If it has TLS, say tls=True or tls='ca.pem'.")
+        hints.append("If it has TLS, say tls=True or tls='ca.pem' (--tls).")
     if connection.proxy is not None:
         hints.append(
             f"The call goes through a proxy, {connection.proxy} in the environment; "
