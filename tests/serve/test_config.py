@@ -203,6 +203,20 @@ def test_the_least_of_gpu_memory(given: object, size: float) -> None:
     assert gpu_memory(given) == size
 
 
+def test_a_small_file_with_a_large_meaning_is_told_in_few_words(tmp_path: Path) -> None:
+    text, nested = "log: ", "[x, x, x, x, x, x, x, x, x, x]"
+    for name in "abcdefg":
+        nested = f"[&{name} {nested}" + 9 * f", *{name}" + "]"
+    with pytest.raises(ConfigError, match="log is ") as caught:
+        load(tmp_path, text + nested)
+    assert len(str(caught.value)) < 2000
+
+
+def test_a_file_that_would_take_minutes_is_no_configuration(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="larger than 1 MiB"):
+        load(tmp_path, "limits: [" + "1," * (1 << 19) + "1]")
+
+
 def test_the_pages_client_without_the_sdk(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -212,6 +213,29 @@ def test_half_of_a_file_of_certificates_is_refused(
         Certificates(replace(files, client_ca=tmp_path / "ca"))
     (tmp_path / "chain").write_bytes(files.certificate.read_bytes() + half)
     with pytest.raises(ConfigError, match=r"not whole|no PEM"):
+        Certificates(replace(files, certificate=tmp_path / "chain"))
+
+
+@pytest.mark.parametrize("line", ["-----BEGIN CERTIFICATE-----\n", "-----BEGIN C{}-----\n"])
+def test_a_file_of_half_a_million_beginnings_is_refused_at_once(
+    authorities: list[Authority], tmp_path: Path, line: str
+) -> None:
+    ours, _ = authorities
+    files = ours.certificate("beginnings")
+    with (tmp_path / "ca").open("w") as file:
+        file.writelines(line.format(number) for number in range(500_000))
+    begin = time.process_time()
+    with pytest.raises(ConfigError, match=r"client_ca.* is not whole"):
+        Certificates(replace(files, client_ca=tmp_path / "ca"))
+    assert time.process_time() - begin < 20  # minutes, where each is looked for to the file's end
+
+
+def test_a_chain_that_is_longer_than_a_greeting_is_refused(
+    authorities: list[Authority], tmp_path: Path
+) -> None:
+    files = authorities[0].certificate("long")
+    (tmp_path / "chain").write_bytes(500 * files.certificate.read_bytes())
+    with pytest.raises(ConfigError, match=r"tls.certificate .*chain can't be shown to clients"):
         Certificates(replace(files, certificate=tmp_path / "chain"))
 
 

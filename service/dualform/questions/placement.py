@@ -35,17 +35,17 @@ def device_names(given: Any) -> str | tuple[str, ...]:
         return given
     asked = [given] if isinstance(given, str) else given
     if not isinstance(asked, Sequence) or not asked:
-        raise ValueError(f"device is {given!r}; allowed are {DEVICE_WORDS}")
+        raise ValueError(f"device is {quoted(given)}; allowed are {DEVICE_WORDS}")
     names = []
     for name in asked:
         found = re.fullmatch(
             r"cuda(?::(0|[1-9][0-9]{0,3}))?", name if isinstance(name, str) else ""
         )
         if found is None:
-            raise ValueError(f"device is {given!r}; allowed are {DEVICE_WORDS}")
+            raise ValueError(f"device is {quoted(given)}; allowed are {DEVICE_WORDS}")
         names.append(f"cuda:{found[1] or 0}")
     if len(set(names)) < len(names):
-        raise ValueError(f"device is {given!r}; each GPU may be named once")
+        raise ValueError(f"device is {quoted(given)}; each GPU may be named once")
     return tuple(names)
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import reprlib
+
 MOST_QUOTED = 80
 """Characters of a text that a message repeats at most."""
+_FEW = reprlib.Repr()
+_FEW.maxlevel = 2
 
 
 def quoted(value: object) -> str:
-    """`repr` of a value, of a long text that of its beginning, and how long it is.
+    """`repr` of a value, of a long text that of its beginning, and how long it is; of a list the
+    first entries.
 
     Example:
         >>> quoted("x" * 1000) == repr("x" * 80) + "... (1,000 characters)"
@@ -15,7 +20,10 @@ def quoted(value: object) -> str:
     """
     if isinstance(value, str) and len(value) > MOST_QUOTED:
         return f"{value[:MOST_QUOTED]!r}... ({len(value):,} characters)"
-    return repr(value)
+    if isinstance(value, str | int | float | bool | None):
+        return repr(value)
+    # Lists of lists of one list are small, and their text is not.
+    return _FEW.repr(value)
 
 
 def shortened(text: str) -> str:

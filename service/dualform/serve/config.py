@@ -23,7 +23,9 @@ from dualform.questions.quoted import quoted
 
 _LOGS = ("text", "json")
 MOST_BYTES = 16 << 20
-"""What the configuration, and the files that it names, hold at most."""
+"""What the files hold at most that the configuration names."""
+_MOST_YAML = 1 << 20
+"""What it holds itself: YAML is read at some 100 kB a second."""
 
 
 class ConfigError(DualformError, ValueError):
@@ -96,7 +98,8 @@ class RayActors:
     def __post_init__(self) -> None:
         if not isinstance(self.address, str) or not self.address:
             raise ConfigError(
-                f"ray.address is {self.address!r}; say HOST:PORT of a Ray cluster, auto for the "
+                f"ray.address is {quoted(self.address)}; say HOST:PORT of a Ray cluster, auto "
+                "for the "
                 "one that this machine belongs to, or local for processes on this machine"
             )
         if self.actors is not None:
@@ -158,9 +161,9 @@ class ServerConfig:
         for name in ("insecure", "open_health", "telemetry"):
             value = getattr(self, name)
             if not isinstance(value, bool):
-                raise ConfigError(f"{name} is {value!r}; allowed are true and false")
+                raise ConfigError(f"{name} is {quoted(value)}; allowed are true and false")
         if self.log not in _LOGS:
-            raise ConfigError(f"log is {self.log!r}; allowed are {', '.join(_LOGS)}")
+            raise ConfigError(f"log is {quoted(self.log)}; allowed are {', '.join(_LOGS)}")
         try:
             device_names(self.device)
             gpu_memory(self.gpu_memory)
@@ -169,7 +172,8 @@ class ServerConfig:
         host, _ = split_address("listen", self.listen)
         if self.tls is None and not self.insecure and not _is_loopback(host):
             raise ConfigError(
-                f"listen is {self.listen!r}: anyone who reaches {host} could ask, unencrypted; "
+                f"listen is {quoted(self.listen)}: anyone who reaches {host} could ask, "
+                "unencrypted; "
                 "listen on 127.0.0.1, give `tls:`, or say `insecure: true` in the configuration "
                 "file"
             )
@@ -177,12 +181,14 @@ class ServerConfig:
             host, _ = split_address("metrics", self.metrics)
             if self.tls is None and not self.insecure and not _is_loopback(host):
                 raise ConfigError(
-                    f"metrics is {self.metrics!r}: anyone who reaches {host} could read them, "
+                    f"metrics is {quoted(self.metrics)}: anyone who reaches {host} could read "
+                    "them, "
                     "unencrypted; use 127.0.0.1, give `tls:`, or say `insecure: true`"
                 )
         if self.admin is not None and not _is_loopback(split_address("admin", self.admin)[0]):
             raise ConfigError(
-                f"admin is {self.admin!r}: it asks nobody who they are, so it is on this machine "
+                f"admin is {quoted(self.admin)}: it asks nobody who they are, so it is on this "
+                "machine "
                 "alone, such as 127.0.0.1:50052"
             )
         if self.memory is not None:
@@ -193,11 +199,14 @@ class ServerConfig:
         if isinstance(self.explore, str):
             if not _is_loopback(split_address("explore", self.explore)[0]):
                 raise ConfigError(
-                    f"explore is {self.explore!r}: the page asks nobody who they are, so it is on "
+                    f"explore is {quoted(self.explore)}: the page asks nobody who they are, so "
+                    "it is on "
                     "this machine alone, such as 127.0.0.1:8080"
                 )
         elif not isinstance(self.explore, bool):
-            raise ConfigError(f"explore is {self.explore!r}; allowed are true, false and HOST:PORT")
+            raise ConfigError(
+                f"explore is {quoted(self.explore)}; allowed are true, false and HOST:PORT"
+            )
         if self.explore and (self.tls is not None or self.tokens is not None):
             raise ConfigError(
                 "explore goes without tls and tokens: everyone on this machine would see what only "
@@ -223,7 +232,7 @@ class ServerConfig:
             ConfigError: Not readable, not YAML, an unknown key or a wrong type.
         """
         path = Path(path)
-        text = read_small("--config", path)
+        text = read_small("--config", path, _MOST_YAML)
         try:
             data = _parsed(text)
             return cls._from_mapping({} if data is None else data, path.parent)
@@ -284,7 +293,7 @@ class _Loader(yaml.SafeLoader):
                 )
             if key.value in seen:
                 raise ConfigError(
-                    f"{key.value!r} occurs twice, again in line {key.start_mark.line + 1}"
+                    f"{quoted(key.value)} occurs twice, again in line {key.start_mark.line + 1}"
                 )
             seen.add(key.value)
         return dict(super().construct_mapping(node, deep))
@@ -308,7 +317,7 @@ def _check_keys(where: str, data: Any, allowed: list[str]) -> None:
             near = difflib.get_close_matches(str(key), allowed, n=1)
             meant = f" (is {near[0]!r} meant?)" if near else ""
             known = ", ".join(allowed)
-            raise ConfigError(f"unknown key {key!r} in {where}{meant}; allowed are: {known}")
+            raise ConfigError(f"unknown key {quoted(key)} in {where}{meant}; allowed are: {known}")
 
 
 def _indexes(data: Any, folder: Path) -> dict[str, Path]:
@@ -317,7 +326,8 @@ def _indexes(data: Any, folder: Path) -> dict[str, Path]:
     for name, path in data.items():
         if not isinstance(name, str) or not isinstance(path, str) or not path:
             raise ConfigError(
-                f"indexes holds {name!r}: {path!r}; both must be strings (put them in quotes)"
+                f"indexes holds {quoted(name)}: {quoted(path)}; both must be strings (put them "
+                "in quotes)"
             )
     return {name: _path(f"indexes.{name}", path, folder) for name, path in data.items()}
 
@@ -336,14 +346,15 @@ def _tls(data: Any, folder: Path) -> TlsFiles:
 
 def _path(name: str, value: Any, folder: Path) -> Path:
     if not isinstance(value, str) or not value:
-        raise ConfigError(f"{name} is {value!r}; a path is needed")
+        raise ConfigError(f"{name} is {quoted(value)}; a path is needed")
     if "\0" in value:
-        raise ConfigError(f"{name} is {value!r}; no path has a null byte")
+        raise ConfigError(f"{name} is {quoted(value)}; no path has a null byte")
     try:
         return folder / Path(value).expanduser()
     except RuntimeError:
         raise ConfigError(
-            f"{name} is {value!r}; the home folder of that user is not known: write the whole path"
+            f"{name} is {quoted(value)}; the home folder of that user is not known: write the "
+            "whole path"
         ) from None
 
 
@@ -355,7 +366,7 @@ def _bytes(name: str, value: Any) -> int:
     return size
 
 
-def read_small(key: str, path: Path) -> bytes:
+def read_small(key: str, path: Path, most: int = MOST_BYTES) -> bytes:
     """What a file holds that the configuration names.
 
     Raises:
@@ -366,11 +377,11 @@ def read_small(key: str, path: Path) -> bytes:
         with open(path, "rb", opener=_without_waiting) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise ConfigError(f"{key}: {path} is no regular file")
-            content = file.read(MOST_BYTES + 1)
+            content = file.read(most + 1)
     except OSError as error:
         raise ConfigError(f"{key}: {path} cannot be read: {error.strerror}") from None
-    if len(content) > MOST_BYTES:
-        raise ConfigError(f"{key}: {path} is larger than {MOST_BYTES >> 20} MiB: another file?")
+    if len(content) > most:
+        raise ConfigError(f"{key}: {path} is larger than {most >> 20} MiB: another file?")
     return content
 
 
@@ -380,7 +391,9 @@ def _without_waiting(path: str, flags: int) -> int:
 
 def _check_integer(name: str, value: Any, least: int, most: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise ConfigError(f"{name} is {value!r}; allowed are integers from {least} to {most:,}")
+        raise ConfigError(
+            f"{name} is {quoted(value)}; allowed are integers from {least} to {most:,}"
+        )
 
 
 def split_address(name: str, address: Any) -> tuple[str, int]:
@@ -395,7 +408,7 @@ def split_address(name: str, address: Any) -> tuple[str, int]:
     known = port.isascii() and port.isdigit() and len(port) <= 5 and int(port) <= 65535
     if not (colon and host and known) or (":" in host and not bracketed):
         raise ConfigError(
-            f"{name} is {address!r}; say HOST:PORT with a port up to 65535, such as "
+            f"{name} is {quoted(address)}; say HOST:PORT with a port up to 65535, such as "
             "127.0.0.1:50051 or [::1]:50051 (sockets in the file system are not listened on)"
         )
     return host, int(port)

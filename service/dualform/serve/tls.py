@@ -12,7 +12,8 @@ import grpc
 
 from dualform.serve.config import ConfigError, TlsFiles, read_small
 
-_BLOCK = re.compile(rb"-----BEGIN ([A-Z0-9 ]+)-----.*?-----END \1-----", re.DOTALL)
+_MARK = re.compile(rb"^---.*", re.MULTILINE)
+_BEGIN, _END = rb"-----BEGIN ", rb"-----END "
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,16 @@ def _check_whole(key: str, path: Path, content: bytes) -> None:
     Raises:
         ConfigError: It does.
     """
-    if re.search(rb"^---", _BLOCK.sub(b"", content), re.MULTILINE):
+    begun: bytes | None = None
+    whole = True
+    for mark in (found[0].rstrip() for found in _MARK.finditer(content)):
+        if begun is None:
+            begun = mark.removeprefix(_BEGIN)
+            whole = whole and mark.startswith(_BEGIN)
+        else:
+            whole = whole and mark == _END + begun
+            begun = None
+    if begun is not None or not whole:
         raise ConfigError(
             f"{key}: {path} is not whole: a certificate begins in it and does not end"
         )
@@ -140,4 +150,8 @@ def _check_valid_now(path: Path, chain: bytes, context: ssl.SSLContext) -> None:
             except ssl.SSLCertVerificationError as error:
                 raise ConfigError(
                     f"tls.certificate {path} is refused by clients now: {error.verify_message}"
+                ) from None
+            except ssl.SSLError as error:
+                raise ConfigError(
+                    f"tls.certificate {path} can't be shown to clients: {error}"
                 ) from None
