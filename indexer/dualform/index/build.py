@@ -16,10 +16,9 @@ that was killed leaves no index, and the next one starts afresh.
 
 from __future__ import annotations
 
-import errno
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
@@ -33,8 +32,7 @@ from dualform.index.row_spaces import Space
 from dualform.index.row_sum import FollowedSum, RowSums
 from dualform.index.shards import ShardWriter
 from dualform.index.sidecar import write_sidecar
-from dualform.index.workspace import workspace
-from dualform.store.errors import NoSpaceError
+from dualform.index.workspace import failures_told, workspace
 from dualform.store.index_parts import SpaceShard, layer_file
 
 Progress = Callable[[int, int], None]
@@ -78,6 +76,8 @@ def build_index(
         NotFoundError, VersionError, DamagedError: The recording can't be read.
         RanksError: A rank's recording is missing, or they are not of one run.
         NoSpaceError: The disk is full; nothing of the index is left on it.
+        WriteError: The target's folder can't be written, or the disk fails; nothing is left.
+        UnreadableError: A file of the recording can't be read.
         BuildError: The recording holds no step, shard_rows < 1, keys can't be rounded so, or parts
             of a column can't be kept: it is not there, has no value or more than `MOST_GROUPS`, or
             its parts take too much memory.
@@ -88,31 +88,16 @@ def build_index(
     if announce is not None:
         plan.announce(announce)
     with (
+        failures_of(target, plan),
         workspace(target) as directory,
         threadpool_limits(1, user_api="blas"),
-        no_space_told(target, plan),
     ):
         _Build(plan, progress).run(directory)
 
 
-@contextmanager
-def no_space_told(target: Path, plan: Plan) -> Iterator[None]:
-    """A full disk is told as such.
-
-    Args:
-        target: Where the index was to be.
-        plan: What was built.
-    """
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        raise NoSpaceError(
-            f"{target}: there is no space left; keys and values alone take "
-            f"{plan.nbytes:,} bytes. Nothing of the index was kept: free some space or "
-            "choose another disk; without values (--no-values) it needs less"
-        ) from error
+def failures_of(target: Path, plan: Plan) -> AbstractContextManager[None]:
+    """What keeps this plan's index from being written is told as such."""
+    return failures_told(target, plan.nbytes, "; without values (--no-values) it needs less")
 
 
 class _Build:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from dualform.index.build import no_space_told
+from dualform.index.build import failures_of
 from dualform.index.equal_keys import EqualKeysWriter, KnownKeys
 from dualform.index.errors import BuildError
 from dualform.index.finish import MadeLayer, Share, Summed, finish, make_directories
@@ -183,7 +183,7 @@ class Follower:
         try:
             work = self._work(plan)
             share = _shared(self.target, note if lasts else None, source, work)
-            with threadpool_limits(1, user_api="blas"), no_space_told(self.target, plan):
+            with threadpool_limits(1, user_api="blas"), failures_of(self.target, plan):
                 done = _Round(plan, chains, self._store, self._running, work, progress)
                 done.run(share)
                 publish_version(work, path)

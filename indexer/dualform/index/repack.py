@@ -6,7 +6,6 @@ where the file system has them: published files never change.
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +13,9 @@ from pathlib import Path
 from dualform.index.errors import BuildError
 from dualform.index.pieces import share_file
 from dualform.index.shards import write_parts
-from dualform.index.workspace import workspace
+from dualform.index.workspace import failures_told, workspace
 from dualform.store.encoding import encoding
-from dualform.store.errors import DamagedError, NoSpaceError
+from dualform.store.errors import DamagedError
 from dualform.store.files import FileEntry, check_size, read_checked, sync_directory
 from dualform.store.index import REBUILD, IndexManifest
 from dualform.store.index_parts import IndexLayer, LayerShard, layer_directory, shard_file
@@ -69,31 +68,23 @@ def _publish(index: Path, target: Path, progress: Progress | None, *, pack: bool
         if progress is not None:
             progress(done, total)
 
-    try:
-        with workspace(target.absolute()) as directory:
-            (directory / "rows").mkdir()
-            for name in manifest.layers:
-                (directory / layer_directory(name)).mkdir(parents=True)
-            for entry in _shared(manifest):
-                _share(index, directory, entry)
-            layers = {
-                name: replace(
-                    layer,
-                    shards=tuple(_shards(index, directory, manifest, layer, advance, pack=pack)),
-                )
-                for name, layer in manifest.layers.items()
-            }
-            replace(manifest, layers=layers).save(directory)
-            for path in (directory / "layers").iterdir():
-                sync_directory(path)
-            sync_directory(directory)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        raise NoSpaceError(
-            f"{target}: there is no space left; keys and values take {total:,} bytes unpacked. "
-            "Nothing of it was kept: free some space or choose another disk"
-        ) from error
+    with failures_told(target, total), workspace(target.absolute()) as directory:
+        (directory / "rows").mkdir()
+        for name in manifest.layers:
+            (directory / layer_directory(name)).mkdir(parents=True)
+        for entry in _shared(manifest):
+            _share(index, directory, entry)
+        layers = {
+            name: replace(
+                layer,
+                shards=tuple(_shards(index, directory, manifest, layer, advance, pack=pack)),
+            )
+            for name, layer in manifest.layers.items()
+        }
+        replace(manifest, layers=layers).save(directory)
+        for path in (directory / "layers").iterdir():
+            sync_directory(path)
+        sync_directory(directory)
 
 
 def _shared(manifest: IndexManifest) -> Iterator[FileEntry]:

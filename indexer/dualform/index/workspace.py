@@ -9,10 +9,41 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from dualform.store.errors import BusyError, ExistsError
+from dualform.store.errors import BusyError, ExistsError, NoSpaceError, WriteError
 from dualform.store.files import sync_directory
 from dualform.store.lock import WriterLock
 from dualform.store.versions import make_newest
+
+
+@contextmanager
+def failures_told(target: Path, nbytes: int, remedy: str = "") -> Iterator[None]:
+    """What keeps an index from being written is told as such.
+
+    Args:
+        target: What was to be written.
+        nbytes: What its keys and values take.
+        remedy: What else may help where the disk is full.
+
+    Raises:
+        NoSpaceError: The disk is full.
+        WriteError: Something below the target's folder can't be written.
+    """
+    folder = target.absolute().parent
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise NoSpaceError(
+                f"{target}: there is no space left; keys and values alone take {nbytes:,} bytes. "
+                f"Nothing of it was kept: free some space or choose another disk{remedy}"
+            ) from error
+        at = None if error.filename is None else Path(os.fsdecode(error.filename))
+        if at is None or not (at == folder or at in folder.parents or folder in at.parents):
+            raise
+        raise WriteError(
+            f"{target}: writing failed ({at}: {error.strerror}). Nothing of it was kept: choose a "
+            "folder that this process may write to"
+        ) from error
 
 
 @contextmanager

@@ -13,7 +13,9 @@ from dualform.store.errors import (
     RanksError,
     StoreError,
     TooManyFilesError,
+    UnreadableError,
     VersionError,
+    WriteError,
 )
 from dualform.store.index import IndexLayer, IndexManifest, LayerShard, RowSpace, SpaceShard
 from dualform.store.ledger import Coefficients, InexactMark, Ledger, LedgerRow
@@ -36,5 +38,7 @@ __all__ = [
     "SpaceShard",
     "StoreError",
     "TooManyFilesError",
+    "UnreadableError",
     "VersionError",
+    "WriteError",
 ]

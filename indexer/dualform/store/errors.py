@@ -4,7 +4,9 @@ StoreError             a DualformError
 ├── NotFoundError      nothing of ours is there
 ├── VersionError       written by a newer dualform
 ├── DamagedError       truncated, altered or incomplete; names the file
-├── NoSpaceError       the disk is full
+├── UnreadableError    this process may not read it, or the disk fails
+├── WriteError         what was to be written could not be
+│   └── NoSpaceError   the disk is full
 ├── TooManyFilesError  the process may open no more files
 ├── RanksError         recordings that are not those of all ranks of one run
 └── ExistsError        the target is already there
@@ -48,7 +50,26 @@ class BusyError(ExistsError):
         super().__init__(f"{path} is being written by {holder}; wait for it to end, or end it")
 
 
-class NoSpaceError(StoreError):
+class UnreadableError(StoreError):
+    """A file is there and can't be read.
+
+    Args:
+        path: The file.
+        why: The system's words, such as "Permission denied".
+    """
+
+    def __init__(self, path: Path | str, why: str | None) -> None:
+        self.path = Path(path)
+        super().__init__(
+            f"{path}: {why}: it can't be read; let this process read the file and its folder"
+        )
+
+
+class WriteError(StoreError):
+    """What was to be written could not be, as for want of permission; nothing of it is left."""
+
+
+class NoSpaceError(WriteError):
     """The disk cannot hold what was to be written; nothing half-written is left."""
 
 

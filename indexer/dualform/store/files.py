@@ -23,7 +23,7 @@ from typing import Any
 
 import xxhash
 
-from dualform.store.errors import DamagedError, TooManyFilesError
+from dualform.store.errors import DamagedError, TooManyFilesError, UnreadableError
 
 _CHUNK = 8 << 20
 _MOST_JSON = 1 << 30
@@ -147,6 +147,7 @@ def status(directory: Path, entry: FileEntry, remedy: str) -> os.stat_result:
 
     Raises:
         DamagedError: It is missing, something else, or has another size.
+        UnreadableError: A folder can't be looked into.
     """
     # Text, not paths: every question that needs a weight looks at a file or two.
     place, *folders = os.fspath(directory), *entry.name.split("/")[:-1]
@@ -158,6 +159,8 @@ def status(directory: Path, entry: FileEntry, remedy: str) -> os.stat_result:
         found = os.lstat(f"{os.fspath(directory)}/{entry.name}")
     except (FileNotFoundError, NotADirectoryError):
         raise DamagedError(directory / entry.name, "missing", remedy) from None
+    except OSError as error:
+        raise UnreadableError(directory / entry.name, error.strerror) from None
     _check_status(directory, found, entry, remedy)
     return found
 
@@ -168,12 +171,46 @@ def identity(found: os.stat_result) -> tuple[int, ...]:
 
 
 @contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """What the system says of a file that is there and can't be read is told as such.
+
+    Args:
+        path: What is read, where the system names none.
+
+    Raises:
+        UnreadableError: It may not be read, or the disk fails.
+    """
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        at = path if error.filename is None else os.fsdecode(error.filename)
+        raise UnreadableError(at, error.strerror) from None
+
+
+def is_there(path: Path) -> bool:
+    """Whether a name leads to anything, be it a link that leads nowhere.
+
+    Raises:
+        UnreadableError: Its folder can't be looked into.
+    """
+    with reading(path):
+        try:
+            os.lstat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
+
+
+@contextmanager
 def opened(directory: Path, entry: FileEntry, remedy: str) -> Iterator[int]:
     """A file open for reading: its descriptor, once it is a regular file of the size written.
 
     Raises:
         DamagedError: It is missing, something else, reached through a link, or has another size.
         TooManyFilesError: The process may open no more files.
+        UnreadableError: It may not be read, or the disk fails.
     """
     with _opened(directory, entry.name, remedy) as fd:
         _check_status(directory, os.fstat(fd), entry, remedy)
@@ -233,7 +270,7 @@ def _opened(directory: Path, name: str, remedy: str) -> Iterator[int]:
             raise TooManyFilesError(path) from None
         if error.errno in (errno.ELOOP, errno.EMLINK, errno.ENXIO):
             raise DamagedError(path, "not a regular file", remedy) from None
-        raise OSError(error.errno, error.strerror, str(path)) from None
+        raise UnreadableError(path, error.strerror) from None
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise DamagedError(path, "not a regular file", remedy)

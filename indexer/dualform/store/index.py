@@ -7,7 +7,6 @@ index. Every other file is named in it with its size and digest.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,7 +18,14 @@ import pyarrow as pa
 from dualform.store.encoding import FLOAT32, NPY_HEADER_BYTES, encoding, npy_header
 from dualform.store.errors import DamagedError, NotFoundError, VersionError
 from dualform.store.fields import Fields, wrong
-from dualform.store.files import FileEntry, check_seal, read_checked, read_json, write_sealed
+from dualform.store.files import (
+    FileEntry,
+    check_seal,
+    is_there,
+    read_checked,
+    read_json,
+    write_sealed,
+)
 from dualform.store.index_check import first_dtype, read_layers, read_spaces
 from dualform.store.index_parts import (
     EXAMPLES,
@@ -107,7 +113,7 @@ class IndexManifest:
             DamagedError: Not what `save` writes.
         """
         path = directory / MANIFEST
-        if not os.path.lexists(path):
+        if not is_there(path):
             raise NotFoundError(
                 f"{directory} is not an index (no {MANIFEST}); "
                 "build one with `dualform index build RECORDING INDEX`"

@@ -25,6 +25,7 @@ from dualform.store.files import (
     check_digest_of,
     opened,
     read_checked,
+    reading,
 )
 from dualform.store.ledger import InexactMark, Ledger, LedgerRow, from_parquet
 from dualform.store.parquet import batches, read_parquet
@@ -115,11 +116,13 @@ class Recording:
             NotFoundError: No recording there.
             VersionError: Written by a newer dualform.
             DamagedError: A committed file is missing, truncated or altered; names the file.
+            UnreadableError: One may not be read.
         """
         path = Path(path)
-        manifest = RecordingManifest.load(path)
-        segments, final = committed(path, manifest)
-        return cls(path, manifest, segments, final)
+        with reading(path):
+            manifest = RecordingManifest.load(path)
+            segments, final = committed(path, manifest)
+            return cls(path, manifest, segments, final)
 
     def close(self) -> None:
         """Let go of open files; the recording can still be read after, and reopens them."""
@@ -245,7 +248,8 @@ class Recording:
         Returns before it has, mostly; whoever reads passes out of order saves waiting for the disk.
         """
         if hasattr(os, "posix_fadvise"):
-            fd = os.open(self._records.path(segment), os.O_RDONLY)
+            with reading(self._records.path(segment)):
+                fd = os.open(self._records.path(segment), os.O_RDONLY)
             try:
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
             finally:

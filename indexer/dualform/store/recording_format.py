@@ -6,7 +6,6 @@ written last and carries its own digest, so that a segment is there as a whole o
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 from dualform.store.errors import DamagedError, NotFoundError, VersionError
 from dualform.store.fields import Fields, text, wrong
-from dualform.store.files import check_seal, read_json, write_sealed
+from dualform.store.files import check_seal, is_there, read_json, write_sealed
 from dualform.store.ranks import Rank
 from dualform.store.sampling import (
     ALL_ROWS,
@@ -116,7 +115,7 @@ class RecordingManifest:
             DamagedError: Not what `save` writes.
         """
         path = directory / MANIFEST
-        if not os.path.lexists(path):
+        if not is_there(path):
             raise NotFoundError(
                 f"{directory} is not a recording (no {MANIFEST}); make one with "
                 "dualform.record.Recorder(model, optimizer, path)"

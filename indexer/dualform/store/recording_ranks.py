@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from dualform.store.errors import RanksError
+from dualform.store.files import reading
 from dualform.store.ledger import InexactMark, Ledger, LedgerRow
 from dualform.store.ranks import check_ranks, rank_folders
 from dualform.store.recording import Recording
@@ -41,10 +42,11 @@ def open_recordings(paths: Sequence[Path]) -> Recording:
 
     Raises:
         RanksError: Some rank is missing, or they are not of one run.
-        NotFoundError, VersionError, DamagedError: One can't be read.
+        NotFoundError, VersionError, DamagedError, UnreadableError: One can't be read.
     """
-    if len(paths) == 1 and not (paths[0] / MANIFEST).exists():
-        paths = rank_folders(paths[0]) or paths
+    with reading(paths[0]):
+        if len(paths) == 1 and not (paths[0] / MANIFEST).exists():
+            paths = rank_folders(paths[0]) or paths
     parts = [Recording.open(path) for path in paths]
     if len(parts) == 1 and parts[0].manifest.ranks is None:
         return parts[0]

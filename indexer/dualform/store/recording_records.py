@@ -11,7 +11,7 @@ import numpy as np
 
 from dualform.store.encoding import encoding
 from dualform.store.errors import DamagedError
-from dualform.store.files import digest
+from dualform.store.files import digest, reading
 from dualform.store.packing import MOST_BYTES, PLAIN, PLANES, unpack
 from dualform.store.recording_again import AGAIN, Again
 from dualform.store.recording_again import MOST_BYTES as MOST_KEPT
@@ -194,18 +194,19 @@ class RecordReader:
 
     def _fill(self, segment: int, offset: int, out: memoryview) -> bool:
         """Read bytes of a segment; False where the file ends before."""
-        if self._open is None or self._open[0] != segment:
-            if self._open is not None:
-                os.close(self._open[1])
-                self._open = None
-            self._open = segment, os.open(self.path(segment), os.O_RDONLY)
-        done = 0
-        while done < len(out):
-            count = os.preadv(self._open[1], [out[done:]], offset + done)
-            if count == 0:
-                return False
-            done += count
-        return True
+        with reading(self.path(segment)):
+            if self._open is None or self._open[0] != segment:
+                if self._open is not None:
+                    os.close(self._open[1])
+                    self._open = None
+                self._open = segment, os.open(self.path(segment), os.O_RDONLY)
+            done = 0
+            while done < len(out):
+                count = os.preadv(self._open[1], [out[done:]], offset + done)
+                if count == 0:
+                    return False
+                done += count
+            return True
 
     def _damaged(self, segment: int, span: Span, what: str) -> DamagedError:
         return DamagedError(

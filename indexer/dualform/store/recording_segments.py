@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from dualform.store.errors import DamagedError
 from dualform.store.fields import Fields, wrong
-from dualform.store.files import FileEntry, check_size
+from dualform.store.files import FileEntry, check_size, is_there
 from dualform.store.recording_format import (
     CLOSED,
     EXAMPLES,
@@ -43,7 +43,7 @@ def committed(
     Raises:
         DamagedError: A committed file is missing, truncated or altered; names the file.
     """
-    closed = _read_closed(path) if os.path.lexists(path / CLOSED) else None
+    closed = _read_closed(path) if is_there(path / CLOSED) else None
     numbers = _segment_numbers(path)
     expected = len(numbers) if closed is None else closed.segments
     last = max(numbers, default=-1)

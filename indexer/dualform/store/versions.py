@@ -154,16 +154,20 @@ def make_newest(work: Path, folder: Path) -> None:
 
 def newest(path: Path) -> Path:
     """What is meant by a path: an index, or the newest of a folder of them; where there is none,
-    the path itself."""
-    if (path / MANIFEST).is_file() or not path.is_dir():
-        return path
-    found = versions(path)
-    return found[-1] if found else path
+    or none can be read, the path itself."""
+    with suppress(OSError):
+        if (path / MANIFEST).is_file() or not path.is_dir():
+            return path
+        found = versions(path)
+        return found[-1] if found else path
+    return path
 
 
 def is_followed(path: Path) -> bool:
-    """Whether versions are published into a folder as they come."""
-    return (path / FOLLOWED / _MARKS).is_dir()
+    """Whether versions are published into a folder as they come; not where it can't be read."""
+    with suppress(OSError):
+        return (path / FOLLOWED / _MARKS).is_dir()
+    return False
 
 
 class Use:

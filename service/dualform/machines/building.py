@@ -21,7 +21,7 @@ from dualform import __version__
 from dualform._errors import DualformError
 from dualform.index import BuildError
 from dualform.index.assemble import assemble, kept_sum, sum_layer
-from dualform.index.build import no_space_told
+from dualform.index.build import failures_of
 from dualform.index.finish import Summed, make_directories
 from dualform.index.lineage import Chains, Mark, chains_of, mark_of
 from dualform.index.pieces import Piece, PieceStore
@@ -125,7 +125,7 @@ def build_on_machines(
     connected = ray.is_initialized()
     connect(ray, address, workers)
     try:
-        with workspace(target) as directory, no_space_told(target, plan):
+        with failures_of(target, plan), workspace(target) as directory:
             chains = chains_of(plan.source)
             store = PieceStore(pieces_of(target))
             store.prepare(plan)

@@ -119,6 +119,8 @@ def _explain(error: Exception) -> int:
     if isinstance(error, DualformError):
         return _complain(str(error))
     if isinstance(error, OSError):
+        if "temporary directory" in str(error):
+            return _complain(f"{error.strerror}: name a folder that can be written in TMPDIR")
         where = f"{error.filename}: " if error.filename else ""
         return _complain(f"{where}{error.strerror or error}")
     if isinstance(error, ModuleNotFoundError):
