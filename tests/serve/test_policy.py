@@ -5,10 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import numpy as np
+import pytest
 import warm
+from synthetic import make_index
 
+from dualform.client import Client
 from dualform.serve import policy
 
 
@@ -115,3 +120,45 @@ print(before, len(gc.get_objects()), sys.getswitchinterval())
     assert int(before) > 100_000
     assert int(after) < int(before) / 100
     assert float(interval) < 0.001
+
+
+@pytest.mark.slow
+def test_a_system_without_threads_to_give_ends_no_server(tmp_path: Path) -> None:
+    """Every kind of question, each from all cores, is asked for the first time without any."""
+    anyone = ["setpriv", "--reuid=61234", "--clear-groups"]
+    reach = "+dac_override,+dac_read_search"  # the interpreter may lie where root alone looks
+    anyone_here = [*anyone, f"--inh-caps={reach}", f"--ambient-caps={reach}"]
+    if os.geteuid() or subprocess.run([*anyone_here, "true"], capture_output=True).returncode:
+        pytest.skip("needs root, who may become a user that no other process has")
+    rng = np.random.default_rng(1)
+    index = make_index(tmp_path, rng.standard_normal((30_000, 64)).astype(np.float32), None)
+    (tmp_path / "server.yaml").write_text(f"listen: 127.0.0.1:0\nindexes: {{i: {index}}}\n")
+    serve = [sys.executable, "-m", "dualform.cli", "serve", "--config", tmp_path / "server.yaml"]
+    with (
+        (tmp_path / "log").open("w") as log,
+        subprocess.Popen(
+            [*anyone_here, *map(str, serve)], stdout=subprocess.PIPE, stderr=log, text=True
+        ) as server,
+    ):
+        try:
+            assert server.stdout is not None
+            address = server.stdout.readline().removeprefix("listening on ").strip()
+            assert address, (tmp_path / "log").read_text()
+            until = time.monotonic() + 60
+            while "all files are as written" not in (tmp_path / "log").read_text():
+                assert time.monotonic() < until
+                time.sleep(0.1)
+            threads = len(os.listdir(f"/proc/{server.pid}/task"))
+            limit = ["prlimit", "--pid", str(server.pid), f"--nproc={threads}:{threads}"]
+            subprocess.run([*anyone, *limit], check=True)
+            with Client(address, retry=None, timeout=120) as client:
+                for n in (1, 40, 200):
+                    queries = rng.standard_normal((n, 64)).astype(np.float32)
+                    assert client.top_k("fc", queries, k=3).rows.shape == (n, 3)
+                    assert client.top_k("fc", queries, k=100, where="step > 7").rows.shape[0] == n
+                    sums = client.sums("fc", queries, group_by="step", absolute=True)
+                    assert sums.values.shape[0] == n
+            assert len(os.listdir(f"/proc/{server.pid}/task")) <= threads
+        finally:
+            server.terminate()
+            assert server.wait(60) == 0

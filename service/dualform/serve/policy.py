@@ -66,6 +66,21 @@ def settle() -> None:
     gc.freeze()
 
 
+def make_teams() -> None:
+    """Make the threads now with which torch and FAISS compute for the thread that calls this.
+
+    OpenMP makes them at the first region that several threads share, keeps them, and ends the
+    process where the system has none left.
+    """
+    import faiss
+    import numpy as np
+    import torch
+
+    torch.ones(1 << 20).neg_()
+    rows = np.ones((64, 4), np.float32)
+    faiss.knn(rows[:8], rows, 1, metric=faiss.METRIC_INNER_PRODUCT)
+
+
 def _allow_descriptors() -> None:
     """Let this process open as many files as the system allows it: the limit in force is a default
     for programs that count their descriptors in bits."""

@@ -89,19 +89,25 @@ class ScanQueue:
     Of the places to wait an eighth is left to other clients than the one that has the most.
     Belongs to the event loop that first awaits `run`.
 
+    Args:
+        concurrent, queued: So many.
+        prepare: Called once in each of the scans' threads, before the queue is there.
+
     Attributes:
         begun: How many scans began.
         stopped: Told of each scan whose caller gave up, once it has ended: what it was, and how
             many seconds it went on. Called in the scan's thread.
     """
 
-    def __init__(self, concurrent: int, queued: int) -> None:
+    def __init__(
+        self, concurrent: int, queued: int, prepare: Callable[[], None] = lambda: None
+    ) -> None:
         self._concurrent = concurrent
         self._queued = queued
         self._places = _Places(concurrent)
         self._waiting: Counter[str] = Counter()
         self._streams: Counter[str] = Counter()
-        self._pool = _started(concurrent + 1)
+        self._pool = _started(concurrent + 1, prepare)
         self._seconds = _UNKNOWN_S
         self.begun = 0
         self.stopped: Callable[[str, float], None] = lambda what, seconds: None
@@ -244,12 +250,17 @@ class ScanQueue:
         return min(30.0, max(0.1, self._seconds))
 
 
-def _started(threads: int) -> ThreadPoolExecutor:
+def _started(threads: int, prepare: Callable[[], None]) -> ThreadPoolExecutor:
     """With its threads there: a system that has none left later on takes no place away."""
     pool = ThreadPoolExecutor(threads, thread_name_prefix="scan")
     together = threading.Barrier(threads)
-    for _ in range(threads):
-        pool.submit(together.wait)
+
+    def begin() -> None:
+        together.wait()
+        prepare()
+
+    for each in [pool.submit(begin) for _ in range(threads)]:
+        each.result()
     return pool
 
 

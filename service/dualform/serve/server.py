@@ -26,6 +26,7 @@ from dualform.engine.messages.opening import Opener
 from dualform.engine.messages.versions import Change
 from dualform.machines.spread import Machines
 from dualform.questions.quoted import unicode
+from dualform.serve import policy
 from dualform.serve.access import Access, Client, TokenInterceptor
 from dualform.serve.actors import machines
 from dualform.serve.addresses import check_addresses
@@ -126,7 +127,9 @@ class Server:
         self._one_at_a_time = asyncio.Lock()
         self._catalog = catalog
         self._health = HealthBoard(catalog)
-        self._scans = ScanQueue(config.limits.concurrent_scans, config.limits.queued_scans)
+        self._scans = ScanQueue(
+            config.limits.concurrent_scans, config.limits.queued_scans, policy.make_teams
+        )
         message = self._message = config.limits.max_message_mib << 20
         # Messages on their way in, each there twice, are counted once they are whole.
         self._memory = MemoryBudget(config.memory, aside=2 * AT_ONCE * message)
