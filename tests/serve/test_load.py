@@ -22,7 +22,7 @@ from dualform.serve import ServerLimits, scans
 from dualform.v1 import attribution_pb2 as pb
 from dualform.v1 import attribution_pb2_grpc
 
-from .serving import Served, serving, tensor
+from .serving import SERVING, Served, serving, tensor
 
 EXPENSIVE = 77
 
@@ -258,3 +258,44 @@ def test_64_slow_streams_do_not_starve_anyone(index: Path, large: Path, watched:
     assert np.median(waited) < 3 * part
     assert max(waited) < 16 * part
     assert watched.of("queued_ms", "StreamWeights", "large")[0] < 8 * parts * part
+
+
+def test_what_nobody_waits_for_stops_and_health_is_told_meanwhile(large: Path) -> None:
+    """By the server's own metric, and as shares of what the question takes when it is waited for:
+    how many milliseconds these are is measured by `python -m benchmarks busy`."""
+    queries = tensor(np.random.default_rng(6).standard_normal((2048, 128)).astype(np.float32))
+    request = pb.TopKRequest(layer="fc", k=100, queries=queries)
+    went_on: list[float] = []
+    with serving({"large": large}) as served:
+        tell = served.server._scans.stopped
+
+        def stopped(what: str, seconds: float) -> None:
+            went_on.append(seconds)
+            tell(what, seconds)
+
+        served.server._scans.stopped = stopped
+        begin = time.monotonic()
+        call = served.stub.TopK.future(request)
+        checks: list[float] = []
+        while not call.done():
+            asked = time.monotonic()
+            assert served.health() == SERVING
+            checks.append(time.monotonic() - asked)
+            time.sleep(0.01)
+        call.result(timeout=300)
+        whole = time.monotonic() - begin
+        for number in range(6):
+            call = served.stub.TopK.future(request, timeout=0.3 if number % 2 else None)
+            until = time.monotonic() + 60
+            while not served.server._scans.running:
+                assert time.monotonic() < until
+                time.sleep(0.002)
+            time.sleep(0.1)
+            call.cancel()
+            while served.server._scans.running:
+                assert time.monotonic() < until
+                time.sleep(0.002)
+    assert len(went_on) == 6
+    assert np.median(went_on) < whole / 10, (went_on, whole)
+    assert len(checks) > 10
+    assert np.median(checks) < whole / 20, (checks, whole)

@@ -30,8 +30,6 @@ CHEAP = frozenset({"ListIndexes", "GetIndex"})
 # Answered together where they differ in nothing but their queries.
 JOINED = frozenset({"TopK", "TopGroups", "Sums", "DualOutput"})
 
-# Larger requests cost at least so many seconds per byte, which is known before they are decoded.
-_SECONDS_PER_BYTE = 1e-8
 # Of what a caller named, in the log.
 _MOST_LETTERS = 100
 
@@ -91,11 +89,15 @@ def _answer(method: str, request_name: str, service: _Service) -> Answer:
 
     async def found_of(call: Call, data: bytes) -> _Found | Refusal:
         if method not in CHEAP and len(data) > MOST_BYTES:
-            call.asker.seconds = _SECONDS_PER_BYTE * len(data)
+            by_size = (method, len(data).bit_length())
+            call.asker.seconds = experience.seconds(by_size)
             some = await scans.run(
                 lambda stop: answer_all([decoded(call, data)], stop), what=method, asker=call.asker
             )
-            return some if isinstance(some, Refusal) else some[0]
+            if isinstance(some, Refusal):
+                return some
+            experience.learn(by_size, call.asker.computed_s)
+            return some[0]
         request = or_refusal(method, lambda: decoded(call, data))
         if isinstance(request, Refusal):
             return request
