@@ -82,11 +82,16 @@ def heaps():
     threads = [threading.Thread(target=work) for _ in range(8)]
     [t.start() for t in threads]
     done.wait()
-    # glibc aligns heaps of threads to 64 MiB.
-    lines = open("/proc/self/maps").read().splitlines()
-    starts = [int(line.split("-")[0], 16) for line in lines if " rw-p 00000000 00:00 0" in line]
+    # glibc keeps 64 MiB for the heap of a thread, aligned, of which it uses the beginning.
+    spans = [line.split()[:2] for line in open("/proc/self/maps")]
+    spans = [(*(int(end, 16) for end in span.split("-")), mode) for span, mode in spans]
+    heaps = [
+        first[0] for first, then in zip(spans, spans[1:])
+        if first[2] == "rw-p" and then[2] == "---p" and first[1] == then[0]
+        and first[0] % (64 << 20) == 0 and then[1] - first[0] == 64 << 20
+    ]
     hold.set(); [t.join() for t in threads]
-    return sum(start % (64 << 20) == 0 for start in starts)
+    return len(heaps)
 print(heaps())
 """
     applied = "from dualform.serve import policy; policy.apply()"
@@ -162,3 +167,26 @@ def test_a_system_without_threads_to_give_ends_no_server(tmp_path: Path) -> None
         finally:
             server.terminate()
             assert server.wait(60) == 0
+
+
+def test_few_files_to_open_are_told_before_anything_ends_the_process(tmp_path: Path) -> None:
+    few = ["bash", "-c", 'ulimit -n 12; exec "$@"', "bash"]
+    done = subprocess.run(
+        [*few, sys.executable, "-m", "dualform.cli", "serve", tmp_path],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("dualform: 12 files may be open, and at least 64 are needed")
+    assert "ulimit -n" in done.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_an_output_without_space_is_told(tmp_path: Path) -> None:
+    index = make_index(tmp_path, np.ones((5, 3), np.float32), None)
+    command = [sys.executable, "-m", "dualform.cli", "serve", index, "--port", "0"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2
+    assert "what is written to, standard output perhaps: No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import gc
 import os
 import sys
@@ -23,6 +24,7 @@ ARROW_POOL = "ARROW_DEFAULT_MEMORY_POOL"
 HEAPS = "MALLOC_ARENA_MAX"
 
 _DESCRIPTORS = 1 << 16
+_LEAST_DESCRIPTORS = 64
 _SWITCH_S = 0.0005
 
 # M_ARENA_MAX of glibc's malloc.h.
@@ -36,6 +38,7 @@ def apply(threads: int | None = None) -> None:
         threads: Size of each thread pool; by default the cores that this process may use.
 
     Raises:
+        OSError: Too few files may be open.
         RuntimeError: torch or FAISS is loaded already, so the policy would do nothing.
     """
     loaded = [name for name in ("torch", "faiss") if name in sys.modules]
@@ -83,7 +86,12 @@ def make_teams() -> None:
 
 def _allow_descriptors() -> None:
     """Let this process open as many files as the system allows it: the limit in force is a default
-    for programs that count their descriptors in bits."""
+    for programs that count their descriptors in bits.
+
+    Raises:
+        OSError: The system allows it fewer than the libraries open without asking first.
+    """
+    soft = hard = -1
     with contextlib.suppress(ImportError, OSError, ValueError):
         import resource
 
@@ -91,6 +99,10 @@ def _allow_descriptors() -> None:
         wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
         if soft != resource.RLIM_INFINITY and soft < wanted:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    if 0 <= hard < _LEAST_DESCRIPTORS:
+        raise OSError(
+            errno.EMFILE, f"{hard} files may be open, and at least {_LEAST_DESCRIPTORS} are needed"
+        )
 
 
 def _usable_cores() -> int:

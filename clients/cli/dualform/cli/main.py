@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import io
 import logging
 import os
@@ -122,7 +123,13 @@ def _explain(error: Exception) -> int:
         if "temporary directory" in str(error):
             return _complain(f"{error.strerror}: name a folder that can be written in TMPDIR")
         where = f"{error.filename}: " if error.filename else ""
-        return _complain(f"{where}{error.strerror or error}")
+        if error.errno == errno.ENOSPC and not where:
+            where = "what is written to, standard output perhaps: "
+        more = {
+            errno.EMFILE: ": let this process open more (ulimit -n)",
+            errno.ENFILE: ": let this machine's processes open more (fs.file-max)",
+        }.get(error.errno or 0, "")
+        return _complain(f"{where}{error.strerror or error}{more}")
     if isinstance(error, ModuleNotFoundError):
         return _complain(f"{error}; this command needs more than the client: {pip_install('cpu')}")
     # The second is what the loader of libraries says of it.
