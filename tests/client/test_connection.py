@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import socket
+import sys
+import tempfile
 import threading
 import time
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,7 @@ from dualform.client import (
     PermissionDeniedError,
     UnauthenticatedError,
     UnavailableError,
+    UnimplementedError,
 )
 from dualform.client._connection import connection_of
 
@@ -80,6 +85,137 @@ def test_a_port_that_is_none_is_refused(host: str, port: str) -> None:
         with pytest.raises(InvalidArgumentError, match="1 to 65535") as caught:
             kind(host + port)
         assert caught.value.field == "server"
+
+
+@pytest.mark.parametrize(
+    ("server", "why"),
+    [
+        ("dns:///", ""),
+        ("dns:///:", ""),
+        ("dns:localhost", "names no port"),  # 443 otherwise, without a word
+        ("dns:///localhost", "names no port"),
+        ("dns:///::1:50051", "in brackets"),
+        ("dns://8.8.8.8/localhost:50051", "IP:PORT"),
+        ("dns://[bad/localhost:50051", "IP:PORT"),
+        ("ipv4:1", "names no port"),
+        ("ipv4:127.0.0.1", "names no port"),
+        ("ipv4:127.0.0.1:5,127.0.0.1", "names no port"),
+        ("ipv4:300.1.1.1:5", ""),
+        ("ipv4:1.2.3:5", ""),
+        ("ipv4:[::1]:5", ""),
+        ("ipv4://x/127.0.0.1:5", ""),
+        ("ipv6:[::1", "in brackets"),
+        ("ipv6:[::g]:5", "in brackets"),
+        ("ipv6:127.0.0.1:5", ""),
+        ("unix:", "unix:PATH"),
+        ("unix://tmp/socket", "unix:PATH"),
+        ("unix-abstract:", "unix-abstract:NAME"),
+        ("vsock:", ""),
+        (" localhost:50051", ""),
+        ("localhost:50051 ", ""),
+        ("local host:50051", ""),
+        ("localhost:50051/", ""),
+        ("localhost:50051,localhost:50052", ""),
+        ("localhost:\N{ARABIC-INDIC DIGIT THREE}", ""),
+        ("300.1.1.1:5", ""),
+        ("a..b:50051", ""),
+        (f"{'x' * 64}:50051", ""),
+        ("::1:50051", "in brackets"),
+        ("fe80::1", "in brackets"),
+        ("[::1:50051", "in brackets"),
+        ("[::1]", "names no port"),
+        ("[localhost]:50051", "in brackets"),
+        ("grpc://localhost:50051", "leave out grpc://"),
+        ("HTTPS://localhost:50051", "tls=True"),
+    ],
+)
+def test_an_address_that_can_not_be_one_is_refused(server: str, why: str) -> None:
+    for kind in (Client, AsyncClient):
+        with pytest.raises(InvalidArgumentError, match="HOST:PORT is needed") as caught:
+            kind(server)
+        assert caught.value.field == "server"
+        assert why in str(caught.value)
+
+
+@pytest.mark.parametrize("port", ["1" * 5000, "0" * 5000])
+def test_a_long_port_is_not_all_repeated(port: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="1 to 65535") as caught:
+        Client(f"localhost:{port}")
+    assert len(str(caught.value)) < 400
+
+
+def test_addresses_of_every_kind_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with answering(anyone) as address:
+        port = address.rpartition(":")[2]
+        for server in (
+            f"localhost:{port}",
+            f"LOCALHOST:00{port}",
+            f"dns:localhost:{port}",
+            f"dns:/localhost:{port}",
+            f"DNS:///localhost:{port}",
+            f"dns:%6cocalhost:{port}",
+            f"dns://127.0.0.1:53/127.0.0.1:{port}",
+            f"ipv4:127.0.0.1:{port}",
+            f"ipv4:///127.0.0.1:{port}",
+            f"ipv4:127.0.0.1:{free_port()},127.0.0.1:{port},",
+        ):
+            with Client(server, retry=None, timeout=20, token="let-me-in") as client:
+                assert client.indexes(), server
+    with answering(anyone, path=Path("a socket")):
+        for server in ("unix:a socket", "unix:./a%20socket", f"unix://{tmp_path}/a%20socket"):
+            with Client(server, retry=None, timeout=20, token="let-me-in") as client:
+                assert client.indexes(), server
+
+
+def test_addresses_of_ipv6_answer() -> None:
+    if not socket.has_ipv6:
+        pytest.skip("no IPv6 here")
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no IPv6 here")
+    with answering(anyone, host="[::1]") as address:
+        for server in (
+            address,
+            f"dns:///{address}",
+            f"ipv6:{address}",
+            f"ipv6:///{address},{address}",
+            address.replace("::1", "::1%25lo"),
+            address.replace("::1", "::1%lo"),
+        ):
+            with Client(server, retry=None, timeout=20, token="let-me-in") as client:
+                assert client.indexes(), server
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux's own lengths, and its abstract sockets")
+@pytest.mark.parametrize("scheme", ["unix", "unix-abstract"])
+def test_a_sockets_name_is_as_long_as_the_system_allows(scheme: str, tmp_path: Path) -> None:
+    """What gRPC takes to listen on is taken here, and nothing longer."""
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    begin = f"{scheme}:{folder}/" if scheme == "unix" else f"{scheme}:{folder.name}"
+    longest = begin + "u" * (107 - len(begin) + len(scheme) + 1)
+    try:
+        server.add_insecure_port(longest)
+        with pytest.raises(RuntimeError, match="bind"):
+            server.add_insecure_port(longest + "u")
+        server.start()
+        with (
+            Client(longest, retry=None, timeout=20) as client,
+            pytest.raises(UnimplementedError),  # it is there, and knows no such method
+        ):
+            client.indexes()
+        for kind in (Client, AsyncClient):
+            with pytest.raises(
+                InvalidArgumentError, match=r"at most 107 bytes .* has 108"
+            ) as caught:
+                kind(longest + "u")
+            assert caught.value.field == "server"
+            kind(longest)
+    finally:
+        server.stop(0).wait()
+        shutil.rmtree(folder)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "ipv4:127.0.0.1", "dns:///localhost"])
@@ -268,6 +404,9 @@ def test_a_token_does_not_leave_this_machine_in_the_clear(
     with pytest.raises(InvalidArgumentError, match="DUALFORM_TOKEN would travel"):
         Client(server)
     Client(server, token="").close()
+    monkeypatch.delenv("DUALFORM_TOKEN")
+    with pytest.raises(InvalidArgumentError, match="tls=True"):  # a name of the control plane's
+        Client("xds:///localhost:50051", token="let-me-in")
     assert "let-me-in" not in repr(connection_of("localhost:1"))
 
 

@@ -5,7 +5,6 @@ A `Connection` makes channels, as many as processes and event loops need, all al
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import re
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any
 
 import grpc
 
+from dualform.client._address import Address, address_of
 from dualform.client.errors import InvalidArgumentError
 
 Tls = bool | str | Path
@@ -42,7 +42,6 @@ _NO_PROXY = (("grpc.enable_http_proxy", 0),)
 # In the order in which gRPC looks.
 _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
 _PASSED_BY = ("no_grpc_proxy", "no_proxy")
-_SCHEMES = "unix|unix-abstract|dns|ipv4|ipv6|xds|vsock"
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,8 @@ def connection_of(
         InvalidArgumentError: No address, files that can't be read, a certificate without TLS or
             without its key, or a token that would travel in the clear.
     """
-    loopback = _is_loopback(checked_address(server))
+    address = address_of(server)
+    loopback = address.loopback
     credentials = _credentials(tls, certificate, key)
     secret, origin = (token, "token=") if token is not None else (os.environ.get(TOKEN), TOKEN)
     metadata: tuple[tuple[str, str], ...] = ()
@@ -117,67 +117,17 @@ def connection_of(
             )
         metadata = (("authorization", f"Bearer {secret}"),)
     return Connection(
-        server, loopback, None if loopback else _proxy_to(server), credentials, metadata
+        server, loopback, None if loopback else _proxy_to(address), credentials, metadata
     )
 
 
-def checked_address(server: str) -> str:
-    """`server`, if it can be one.
-
-    Raises:
-        InvalidArgumentError: No port (gRPC would take 443), none of 1 to 65535, or a URL.
-    """
-    if (
-        not isinstance(server, str)
-        or not server.isprintable()
-        or not re.fullmatch(rf"(?!https?:)(({_SCHEMES}):.+|.+:\d+)", server)
-    ):
-        raise InvalidArgumentError(
-            f"server={server!r} is no address; HOST:PORT is needed, such as localhost:50051",
-            field="server",
-        )
-    port = re.search(r":(\d+)$", server)
-    # gRPC would take it modulo 65,536. Other schemes' numbers are not ports.
-    if port and not re.match("unix|vsock|xds", server) and not 1 <= int(port[1]) <= 65535:
-        raise InvalidArgumentError(
-            f"server={server!r}: {port[1]} is no port; 1 to 65535 are, and `dualform serve` takes "
-            "50051 unless told otherwise",
-            field="server",
-        )
-    return server
-
-
-def _is_loopback(server: str) -> bool:
-    scheme = re.match(rf"({_SCHEMES}):", server)
-    if scheme and scheme[1].startswith("unix"):
-        return True
-    return all(_on_this_machine(host) for host in _hosts(server))
-
-
-def _hosts(server: str) -> list[str]:
-    """The host names or addresses in an address."""
-    rest = re.sub(rf"^({_SCHEMES}):(//[^/]*/)?", "", server)
-    # [ADDRESS]:PORT, HOST:PORT, or an address in parts without brackets.
-    parts = [
-        re.fullmatch(r"\[(.*)\](?::\d+)?|([^:]*)(?::\d+)?|(.*):\d+", p) for p in rest.split(",")
-    ]
-    return [next((g for g in part.groups() if g), "") if part else "" for part in parts]
-
-
-def _on_this_machine(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host.lower().rstrip(".") == "localhost"
-
-
-def _proxy_to(server: str) -> str | None:
+def _proxy_to(address: Address) -> str | None:
     variable = next((name for name in _PROXIES if os.environ.get(name)), None)
-    if variable is None or re.match("unix|vsock|xds", server):
+    if variable is None or not address.hosts:
         return None
     excepted = next((os.environ[name] for name in _PASSED_BY if os.environ.get(name)), "")
     endings = [ending.strip() for ending in excepted.split(",") if ending.strip()]
-    if all(any(host.endswith(ending) for ending in endings) for host in _hosts(server)):
+    if all(any(host.endswith(ending) for ending in endings) for host in address.hosts):
         return None
     return f"{variable}={re.sub('//[^/@]*@', '//', os.environ[variable])}"
 
