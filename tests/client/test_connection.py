@@ -26,11 +26,14 @@ from dualform.client import (
     UnauthenticatedError,
     UnavailableError,
     UnimplementedError,
+    _connection,
 )
 from dualform.client._connection import connection_of
+from dualform.v1 import attribution_pb2 as pb
 
-from .answering import abort, answering
+from .answering import LIMITS, abort, answering
 from .certificates import Authority, Signed, authority
+from .http2 import grpc_answer, http2
 from .serving import free_port
 
 ELSEWHERE = "192.0.2.1:50051"  # RFC 5737: no such machine
@@ -440,6 +443,42 @@ def test_pings_are_not_more_frequent_than_servers_accept() -> None:
     with Client(f"localhost:{free_port()}") as client:
         options = dict(client._transport._connection._options)  # type: ignore[attr-defined]
     assert options["grpc.keepalive_time_ms"] > 300_000
+    # Nor is a connection given up sooner for the pings that measure the line.
+    assert options["grpc.http2.ping_timeout_ms"] >= options["grpc.keepalive_time_ms"]
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+def test_a_server_that_stands_still_is_given_up_by_the_time_of_pings(
+    kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is this option that says for how long: with a second, gone long before the deadline."""
+    short = {**dict(_connection._OPTIONS), "grpc.http2.ping_timeout_ms": 1000}
+    monkeypatch.setattr(_connection, "_OPTIONS", tuple(short.items()))
+    answered = grpc_answer(pb.ListIndexesResponse(limits=LIMITS).SerializeToString())
+    still, go_on = threading.Event(), threading.Event()
+
+    def answer(stream: int, body: bytes) -> bytes:
+        if still.is_set():
+            go_on.wait(30)  # nothing else is read or said meanwhile
+        return answered(stream, body)
+
+    async def ask(client: Any) -> None:
+        end = time.monotonic() + 0.5  # so that there is something to measure
+        while time.monotonic() < end:
+            said = client.indexes()
+            await said if kind is AsyncClient else None
+        still.set()
+        said = client.indexes()
+        await said if kind is AsyncClient else None
+
+    with http2(answer) as address:
+        start = time.monotonic()
+        try:
+            with pytest.raises(UnavailableError, match="ping timeout"):
+                asyncio.run(ask(kind(address, retry=None, timeout=30)))
+        finally:
+            go_on.set()
+        assert 1 < time.monotonic() - start < 20
 
 
 def test_the_command_reaches_a_server_the_same_way(

@@ -35,7 +35,11 @@ _OPTIONS = (
     # A server that went away without a word is noticed, also without a deadline. Servers end a
     # connection that pings more often than every 5 minutes, unless they say otherwise.
     ("grpc.keepalive_time_ms", 330_000),
+    # Of a ping, it is the one below that counts; this is how long the other machine may be silent.
     ("grpc.keepalive_timeout_ms", 20_000),
+    # A process may stand still for as long, and answer: it was stopped, or its machine swaps. gRPC
+    # pings while answers come, too, to measure the line, and would wait a minute for those.
+    ("grpc.http2.ping_timeout_ms", 350_000),
     ("grpc.http2.max_pings_without_data", 0),
 )
 _NO_PROXY = (("grpc.enable_http_proxy", 0),)
