@@ -8,6 +8,8 @@ import re
 import socket
 import ssl
 import struct
+import threading
+import time
 from collections.abc import Callable
 from contextlib import closing
 from typing import Any
@@ -33,7 +35,7 @@ from dualform.client import (
 from dualform.engine.messages.catalog import Catalog
 from dualform.v1 import attribution_pb2 as pb
 
-from .answering import answering
+from .answering import abort, answering, reason
 from .certificates import Authority, authority
 from .http2 import DATA, GRPC, Answer, frame, grpc_answer, headers, http2, spoken, status
 from .memory import D_IN, Memory
@@ -345,3 +347,60 @@ def test_details_that_can_not_be_read_are_left_out(
     assert type(error) is InternalError
     assert str(error).startswith("boo")
     assert (error.reason, error.retry_after, error.request_id) == (reason, retry_after, "b")
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+@pytest.mark.parametrize("settled", [False, True])
+def test_a_server_that_says_nothing_in_time(kind: type, settled: bool) -> None:
+    """A process that stands still, before or after it was connected: in our words, and gRPC's."""
+    go_on = threading.Event()
+
+    def silent(connection: socket.socket) -> None:
+        go_on.wait(30)
+
+    def answer(stream: int, body: bytes) -> bytes:
+        go_on.wait(30)
+        return b""
+
+    with http2(answer) if settled else spoken(silent) as address:
+        try:
+            error = refused(kind, address, retry=None, timeout=1.2)
+        finally:
+            go_on.set()
+    assert isinstance(error, DeadlineExceededError)
+    assert re.match(r"no answer within 1\.2 s; give a longer timeout=, or ask for less", str(error))
+    assert f"whether the server at {address} answers" in str(error)
+    assert re.search(r"\(.*[Dd]eadline.*\)$", str(error))
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+def test_what_tries_took_of_the_time_is_told(kind: type) -> None:
+    """The second try had less than was given, and both are said."""
+    go_on = threading.Event()
+    calls: list[int] = []
+
+    def answer(stream: int, body: bytes) -> bytes:
+        if len(calls) == 1:
+            time.sleep(0.5)
+            return status(503)(stream)
+        go_on.wait(30)
+        return b""
+
+    with http2(answer, calls) as address:
+        try:
+            error = refused(kind, address, timeout=1.5)
+        finally:
+            go_on.set()
+    assert len(calls) == 2
+    said = re.match(r"no answer within (\S+) s; .* \(of timeout=1.5 s, tries and parts", str(error))
+    assert said is not None, error
+    assert float(said[1]) <= 1.0
+
+
+def test_a_servers_own_words_for_what_came_late_are_kept() -> None:
+    def late(context: Any) -> None:
+        abort(context, grpc.StatusCode.DEADLINE_EXCEEDED, "deadline exceeded", reason("UNREAD"))
+
+    with answering(late) as address:
+        error = refused(Client, address)
+    assert (str(error), error.reason) == ("deadline exceeded", "UNREAD")

@@ -35,6 +35,7 @@ from dualform.client._joining import Result, join, join_explanations
 from dualform.client._results import Explanation, SumsResult
 from dualform.client._retry import Deadline, Retry, may_help
 from dualform.client.errors import (
+    DeadlineExceededError,
     InvalidArgumentError,
     ResourceExhaustedError,
     UnavailableError,
@@ -266,9 +267,14 @@ class Asking:
         tries = 0
         while True:
             tries += 1
+            left = deadline.remaining()
             try:
-                response = yield Send(request, deadline.remaining(), parts)
+                response = yield Send(request, left, parts)
                 return read(reader, response, question)
+            except DeadlineExceededError as error:
+                if error.reason == error.code:  # no proxy's, nor a server's
+                    error.args = (f"{error}{deadline.of_which(left)}",)
+                raise
             except (UnavailableError, ResourceExhaustedError) as error:
                 pause = next(pauses, None) if may_help(error) else None
                 if pause is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from dualform.client._connection import Connection
-from dualform.client._retry import NOT_GRPC, PROXY_TIMEOUT, TLS_REFUSED
+from dualform.client._retry import NOT_GRPC, PROXY_TIMEOUT, TLS_REFUSED, WHEN_LATE, seconds
 from dualform.client.errors import (
     DeadlineExceededError,
     DualformError,
@@ -26,23 +26,33 @@ REQUEST_TOO_LARGE = "REQUEST_TOO_LARGE"
 
 _STATUS = re.compile(r"http2 header with status: (\d+)")
 _CERTIFICATE = re.compile("CERTIFICATE_VERIFY_FAILED|[Hh]ostname|[Pp]eer name")
+# gRPC's own words, on this side; a server's refusals have theirs.
+_LATE = re.compile("[Dd]eadline [Ee]xceeded")
 _OTHER = re.compile("http1.x server|Failed parsing HTTP.2")
 _NO_TLS = re.compile("WRONG_VERSION_NUMBER|tls_get_more_records")
 
 
-def error_between(code: str, message: str, connection: Connection) -> DualformError | None:
+def error_between(
+    code: str, message: str, connection: Connection, timeout: float | None
+) -> DualformError | None:
     """The error of a call that no dualform server has refused; None where one may have.
 
     Args:
         code: The canonical gRPC code, by its name.
         message: gRPC's own.
         connection: What was asked.
+        timeout: What the call had, seconds.
     """
     status = _STATUS.search(message)
     if status:
         return _of_status(int(status[1]), connection.server)
     if code == "UNAVAILABLE":
         return _unreachable(message, connection)
+    if code == "DEADLINE_EXCEEDED" and timeout is not None and _LATE.search(message):
+        return DeadlineExceededError(
+            f"no answer within {seconds(timeout)} s; {WHEN_LATE}, or see whether the server at "
+            f"{connection.server} answers anyone ({message})"
+        )
     if "Compression algorithm" in message:
         return bad_answer(f"it is compressed, which this client does not take ({message})")
     if "deserializing response" in message:

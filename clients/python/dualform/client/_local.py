@@ -24,6 +24,7 @@ from google.protobuf.message import Message
 
 from dualform._install import pip_install
 from dualform.client._fork import use_torch
+from dualform.client._retry import WHEN_LATE, seconds
 from dualform.client.errors import (
     DeadlineExceededError,
     DualformError,
@@ -129,8 +130,7 @@ class LocalTransport:
             ours = _error_of(error)
             if ours.code == "CANCELLED" and waiting.late:
                 raise DeadlineExceededError(
-                    f"no answer within {waiting.timeout:.3g} s; give a longer timeout=, or ask for "
-                    "less (fewer queries, a filter)"
+                    f"no answer within {seconds(waiting.timeout or 0.0)} s; {WHEN_LATE}"
                 ) from None
             raise ours from error
         finally:

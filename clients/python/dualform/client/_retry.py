@@ -114,17 +114,29 @@ class Deadline:
         left = self._end - time.monotonic()
         if left <= 0:
             raise DeadlineExceededError(
-                f"no answer within timeout={self._timeout:g} s; give a longer timeout=, or ask "
-                "for less (fewer queries, a filter)"
+                f"no answer within timeout={self._timeout:g} s; {WHEN_LATE}"
             )
         return left
+
+    def of_which(self, left: float | None) -> str:
+        """Words for an error of a try that had `left` seconds, where that is not what was given."""
+        if self._timeout is None or left is None or left > 0.9 * self._timeout:
+            return ""
+        return f" (of timeout={self._timeout:g} s, tries and parts before it took the rest)"
 
     def allows(self, pause: float) -> bool:
         """Whether `pause` seconds from now is still before the deadline."""
         return self._end is None or time.monotonic() + pause < self._end
 
 
+def seconds(number: float) -> str:
+    """As in "60" or "0.25"."""
+    return f"{number:.3g}" if number < 1000 else f"{number:.0f}"
+
+
 DEFAULT_RETRY = Retry()
+# What may help where no answer came in time.
+WHEN_LATE = "give a longer timeout=, or ask for less (fewer queries, a filter)"
 # Thirty years; gRPC's clocks cannot count much further, and take what is beyond for the past.
 _FOR_EVER_S = 1e9
 

@@ -82,7 +82,7 @@ class GrpcTransport:
                 request, timeout=timeout, metadata=self._connection.metadata
             )
         except grpc.RpcError as error:
-            raise error_of(error, self._connection) from None
+            raise error_of(error, self._connection, timeout) from None
         except ValueError as error:  # its channel was closed meanwhile
             raise closed_meanwhile(error) from None
 
@@ -96,7 +96,7 @@ class GrpcTransport:
         try:
             yield from call
         except grpc.RpcError as error:
-            raise error_of(error, self._connection) from None
+            raise error_of(error, self._connection, timeout) from None
         finally:
             call.cancel()
 
@@ -134,7 +134,7 @@ class AsyncGrpcTransport:
                 request, timeout=timeout, metadata=self._connection.metadata
             )
         except grpc.RpcError as error:
-            raise error_of(error, self._connection) from None
+            raise error_of(error, self._connection, timeout) from None
         except grpc.aio.UsageError as error:
             raise closed_meanwhile(error) from None
         except KeyError as error:
@@ -151,7 +151,7 @@ class AsyncGrpcTransport:
             async for message in call:
                 yield message
         except grpc.RpcError as error:
-            raise error_of(error, self._connection) from None
+            raise error_of(error, self._connection, timeout) from None
         except KeyError as error:
             raise _unknown_status(error) from None
         finally:
@@ -190,8 +190,11 @@ def method_of(request: Message) -> str:
     return _METHODS[request.DESCRIPTOR.full_name]
 
 
-def error_of(error: Any, connection: Connection) -> DualformError:
-    """A failed call as one of our errors, with what the server sent along, if it did."""
+def error_of(error: Any, connection: Connection, timeout: float | None) -> DualformError:
+    """A failed call as one of our errors, with what the server sent along, if it did.
+
+    `timeout` is what the call had, seconds.
+    """
     code = error.code().name
     message = error.details() or code
     sent = _Details()
@@ -202,7 +205,7 @@ def error_of(error: Any, connection: Connection) -> DualformError:
         elif key == _REQUEST_ID and isinstance(value, str):
             request_id = value
     if sent.reason is None:
-        between = error_between(code, message, connection)
+        between = error_between(code, message, connection, timeout)
         if between is not None:
             between.retry_after, between.request_id = sent.retry_after, request_id
             return between
