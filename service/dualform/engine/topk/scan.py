@@ -28,6 +28,10 @@ _QUERY_BLOCK = 256
 MOST_CANDIDATES = 1 << 21
 """Candidates that a block of queries may have at a time, where all scores are the same."""
 
+MOST_HITS = 100_000
+"""Rows that a block of queries may be answered with: sorting them, which nothing interrupts, takes
+some 50 ms of a core."""
+
 SPAN = 1 << 22
 """Bounds of neighbouring shards, queries times rows, that are looked at together."""
 
@@ -77,7 +81,8 @@ def faiss_applies(layer: Layer, ranking: Ranking, whole: bool) -> str | None:
 def block_queries(rows: int, groups: int, k: int) -> int:
     """How many queries are answered together over so many rows, for k rows of each group."""
     each = min(rows, candidates(groups, k))
-    return max(1, min(_QUERY_BLOCK, MOST_CANDIDATES // max(1, each)))
+    hits = min(rows, groups * k)
+    return max(1, min(_QUERY_BLOCK, MOST_CANDIDATES // max(1, each), MOST_HITS // max(1, hits)))
 
 
 class Scan:

@@ -19,7 +19,7 @@ import torch
 
 from dualform.engine.memory.exact import error_bound
 from dualform.engine.memory.layer import Layer
-from dualform.engine.memory.shards import Stop
+from dualform.engine.memory.shards import Stop, check_stop
 from dualform.engine.memory.tiles import Tile
 from dualform.engine.rows.groups import Groups
 from dualform.engine.topk.candidates import Candidates, Kept
@@ -75,7 +75,7 @@ class TopK:
         queries: float32 [n, d_in], finite.
         ranking: What is ranked.
         layer: Where its rows can be read again; None where tiles are gone once they are taken.
-        stop: Asked while rows are read again.
+        stop: Asked while rows are read again, and between the steps of sorting candidates.
 
     Attributes:
         values, once: As a Reducer has them.
@@ -94,6 +94,7 @@ class TopK:
         self.values = ranking.contribution is not None
         self.once = ranking.contribution is None or ranking.contribution.directions is None
         self._layer = layer
+        self._stop = stop
         self._queries = queries
         self._ranking = ranking
         self._k = ranking.k
@@ -286,6 +287,7 @@ class TopK:
     def result(self) -> Hits:
         """The k best rows of each query and group."""
         part, rank = self._settled()
+        check_stop(self._stop)
         groups, order = self._groups.ordered()
         place = np.empty(len(order), np.int64)
         place[order] = np.arange(len(order))
@@ -353,7 +355,9 @@ class TopK:
             self._limits[part.cells[last]] = _limits(part.merits[last])
         else:
             lows = part.merits - part.errors
+            check_stop(self._stop)
             order = self._first(_by_cell(part.cells, lows), part)
+            check_stop(self._stop)
             starts = np.searchsorted(part.cells[order], np.arange(len(self._limits) + 1))
             full = np.flatnonzero(np.diff(starts) >= self._k)
             self._limits[full] = _limits(lows[order[starts[full] + self._k - 1]])
@@ -386,8 +390,11 @@ class TopK:
         if self._layer is not None:
             self._compress()
         part = self._joined()
+        check_stop(self._stop)
         scores = self._scores.of(part)
+        check_stop(self._stop)
         order, rank = self._ranked(part, scores)
+        check_stop(self._stop)
         best = rank < self._k
         keep = order[best]
         scores = scores[keep]
