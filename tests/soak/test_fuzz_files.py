@@ -1,8 +1,9 @@
 """Every file at random: manifests, ledgers, sidecars, headers, states, recordings.
 
-Whoever changes bytes by accident does not seal them again: that is always found. Whoever does it
-on purpose does, and is answered with what the file now says, or with a typed refusal: no crash, no
-hang, no other exception, no memory beyond what little files may need.
+Whoever changes bytes by accident does not seal them again: that is refused, or what is read, built
+and answered is, bit for bit, what it was. Whoever does it on purpose does, and is answered with
+what the file now says, in which nothing contradicts anything else, or with a typed refusal: no
+crash, no hang, no other exception, no memory beyond what little files may need.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from dualform.engine.errors import DataLossError, EngineError
 from dualform.index import build_index
 from dualform.record import DiskSink, Recorder
 from dualform.store import DamagedError, IndexManifest, StoreError
-from dualform.store.files import FileEntry, digest, write_sealed
-from dualform.store.ledger import from_parquet
+from dualform.store.files import FileEntry, digest, read_checked, write_sealed
+from dualform.store.ledger import from_parquet, to_parquet
 from dualform.store.recording import Recording
 
 from .counts import count, seeds, tell
-from .training import batch, queries
+from .training import D_IN, batch, queries
 from .workers import trained
 
 LAYER = "0"
@@ -42,6 +43,7 @@ ASKED = queries(1, 2)
 MOST_SECONDS = 5.0
 MOST_BYTES = 512 << 20
 TYPED = (StoreError, EngineError)
+Alike = Callable[[list[np.ndarray], list[np.ndarray]], bool]
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +88,13 @@ def ask(path: Path) -> list[np.ndarray]:
             *(chunk.weights for chunk in index.stream_weights(LAYER, ASKED)),
             np.array([str(index.examples([1, 5]))]),
         ]
+
+
+def exactly(found: list[np.ndarray], expected: list[np.ndarray]) -> bool:
+    """Bit for bit, as what nobody sealed again must be."""
+    return [(each.dtype, each.shape, each.tobytes()) for each in found] == [
+        (each.dtype, each.shape, each.tobytes()) for each in expected
+    ]
 
 
 def same(found: list[np.ndarray], expected: list[np.ndarray]) -> bool:
@@ -235,17 +244,20 @@ def test_manifests_of_indexes(index: Path, folder: Path) -> None:
     copy = Path(shutil.copytree(index, folder / "manifest"))
     original = (index / "manifest.json").read_bytes()
 
-    def work() -> str:
-        return "answered" if same(ask(copy), expected) else "other answer"
-
     for seed in seeds(wanted):
         chance = random.Random(seed)
+        alike = same
         if chance.random() < 0.2:
             (copy / "manifest.json").write_bytes(changed(original, chance))
+            alike = exactly
         else:
             data = json.loads(original)
             other_json(data, chance)
             put(copy / "manifest.json", data)
+
+        def work(alike: Alike = alike) -> str:
+            return "answered" if alike(ask(copy), expected) else "other answer"
+
         assert watch.outcome(f"seed {seed}", work) != "other answer", seed
     watch.end("manifests of indexes")
 
@@ -253,6 +265,7 @@ def test_manifests_of_indexes(index: Path, folder: Path) -> None:
 def test_files_of_indexes(index: Path, folder: Path) -> None:
     """Sidecars, headers of FAISS and npy, states, parts, payloads, sealed again after a change."""
     wanted, watch = count(125, 25_000), Watch()
+    expected = ask(index)
     copy = Path(shutil.copytree(index, folder / "files"))
     original = (index / "manifest.json").read_bytes()
     names = sorted(
@@ -274,8 +287,12 @@ def test_files_of_indexes(index: Path, folder: Path) -> None:
             reseal(manifest, FileEntry(name, len(other), digest(other)))
             put(copy / "manifest.json", manifest)
 
-        def work() -> str:
-            ask(copy)
+        def work(what: str = f"seed {seed}: {name}", sealed: bool = sealed) -> str:
+            found = ask(copy)
+            if sealed:
+                agrees(copy, what)
+            else:
+                assert exactly(found, expected), what
             return "answered"
 
         outcome = watch.outcome(f"seed {seed}: {name}", work)
@@ -285,6 +302,38 @@ def test_files_of_indexes(index: Path, folder: Path) -> None:
         (copy / name).write_bytes(data)
         (copy / "manifest.json").write_bytes(original)
     watch.end("files of indexes")
+
+
+def agrees(path: Path, what: str) -> None:
+    """Fails where answers that read the rows themselves contradict one another.
+
+    What is stored to make answers cheaper says the same once more; who seals a change in that is
+    answered with it, and it is left out here.
+    """
+    with Index.open(path, device="cpu") as index:
+        weights = np.concatenate([c.weights for c in index.stream_weights(LAYER, ASKED)], 1)
+        hits = index.top_k(LAYER, ASKED, 4)
+        sums = index.sums(LAYER, ASKED, "step", strategy="scan")
+        whole = index.dual_output(LAYER, ASKED, strategy="scan", max_residual=np.inf)
+        parts = index.dual_output(
+            LAYER, ASKED, group_by="label", strategy="scan", max_residual=np.inf
+        )
+    finite = np.isfinite(weights).all(0)
+    taken = hits.coverage.rows - hits.coverage.nonfinite
+    assert hits.coverage.total == weights.shape[1], what
+    assert taken == finite.sum() == sums.counts.sum(), what
+    # By score, then by row; rows that take no part come last.
+    order = np.argsort(np.where(finite, -weights, np.inf), axis=1, kind="stable")[:, :4]
+    assert np.array_equal(hits.rows, order), what
+    assert np.array_equal(hits.scores, np.take_along_axis(weights, order, 1)), what
+    of_rows = weights[:, finite].astype(np.float64)
+    off = np.abs(sums.values.sum(1) - of_rows.sum(1))
+    assert (off <= 1e-6 * np.abs(of_rows).sum(1)).all(), what
+    added = parts.values.sum(1) + parts.initial
+    # A huge value may overflow in one order of adding, and not in another.
+    known = np.isfinite(added) & np.isfinite(whole.values)
+    off = np.abs(added - whole.values)[known]
+    assert (off <= 1e-5 * (np.abs(parts.values).sum(1) + np.abs(parts.initial))[known]).all(), what
 
 
 def swept(path: Path, name: str) -> bool:
@@ -306,22 +355,32 @@ def reseal(value: Any, entry: FileEntry) -> None:
             reseal(below, entry)
 
 
-def test_ledgers(index: Path) -> None:
-    """As Parquet alone, in which anything may stand."""
+def test_ledgers(index: Path, folder: Path) -> None:
+    """As Parquet alone, in which anything may stand; below a digest, nothing else."""
     wanted, watch = count(1000, 120_000), Watch()
-    manifest = IndexManifest.load(index)
-    data = (index / manifest.ledger.name).read_bytes()
+    entry = IndexManifest.load(index).ledger
+    data = (index / entry.name).read_bytes()
+    place = folder / "ledger"
+    place.mkdir()
 
-    def work(other: bytes) -> str:
+    def alone(other: bytes) -> str:
         try:
-            from_parquet(other)
-            return "read"
+            rows = from_parquet(other)
         except (pa.ArrowException, OSError, TypeError, ValueError) as error:
             raise StoreError(str(error)) from None
+        # What it says can be said: no null, nothing of another type. NaN is itself in this.
+        assert repr(from_parquet(to_parquet(rows))) == repr(rows)
+        return "read"
+
+    def below_its_digest() -> str:
+        assert read_checked(place, entry, "restore it") == data
+        return "read"
 
     for seed in seeds(wanted):
         other = changed(data, random.Random(seed))
-        watch.outcome(f"seed {seed}", lambda other=other: work(other))
+        watch.outcome(f"seed {seed}", lambda other=other: alone(other))
+        (place / entry.name).write_bytes(other)
+        watch.outcome(f"seed {seed}, checked", below_its_digest)
     watch.end("ledgers")
 
 
@@ -330,14 +389,21 @@ def test_recordings(recording: Path, folder: Path) -> None:
     wanted, watch = count(125, 25_000), Watch()
     copy = Path(shutil.copytree(recording, folder / "copy"))
     files = sorted(each.relative_to(recording) for each in recording.rglob("*") if each.is_file())
+    target = folder / "built"
+    build_index(recording, target)
+    expected = ask(target)
+    shutil.rmtree(target)
 
-    def work() -> str:
-        target = folder / "built"
+    def work(what: str, sealed: bool) -> str:
         try:
             build_index(copy, target)
             with Index.open(target, device="cpu") as opened:
                 opened.verify_files()
                 opened.sums(LAYER, ASKED, "label")
+            if sealed:
+                as_recorded(copy, target, what)
+            else:
+                assert exactly(ask(target), expected), what
             return "built"
         except ValueError as error:
             if "no committed step" not in str(error) and not isinstance(error, DamagedError):
@@ -350,17 +416,37 @@ def test_recordings(recording: Path, folder: Path) -> None:
         chance = random.Random(seed)
         file = files[seed % len(files)]
         data = (recording / file).read_bytes()
-        if file.suffix == ".json" and chance.random() < 0.9:
+        sealed = file.suffix == ".json" and chance.random() < 0.9
+        if sealed:
             fields = json.loads(data)
             other_json(fields, chance)
             put(copy / file, fields)
         else:
             (copy / file).write_bytes(changed(data, chance))
-        watch.outcome(f"seed {seed}: {file}", work)
+        what = f"seed {seed}: {file}"
+        watch.outcome(what, lambda what=what, sealed=sealed: work(what, sealed))
         (copy / file).write_bytes(data)
     watch.end("recordings")
     with Recording.open(copy) as whole:
         assert whole.steps == STEPS
+
+
+def as_recorded(recording: Path, index: Path, what: str) -> None:
+    """Fails where an index does not say what the recording does that it was built from."""
+    with Recording.open(recording) as opened:
+        passes = opened.passes(LAYER)
+        keys = [np.empty((each.rows, D_IN), np.float32) for each in passes]
+        for each, into in zip(passes, keys, strict=True):
+            opened.read_keys(each, into)
+        labels = opened.read_rows([each.block for each in passes])["label"].to_pylist()
+    expected = ASKED.astype(np.float64) @ np.concatenate(keys).T
+    with Index.open(index, device="cpu") as built:
+        weights = np.concatenate([c.weights for c in built.stream_weights(LAYER, ASKED)], 1)
+        sums = built.sums(LAYER, ASKED, "label")
+    assert np.array_equal(weights, expected.astype(np.float32)), what
+    of_groups = [[label == each for label in labels] for each in sums.groups.to_pylist()]
+    assert sums.counts.tolist() == [sum(each) for each in of_groups], what
+    assert np.allclose(sums.values, expected @ np.transpose(of_groups)), what
 
 
 def test_json_of_recordings(recording: Path, folder: Path) -> None:
@@ -368,18 +454,45 @@ def test_json_of_recordings(recording: Path, folder: Path) -> None:
     wanted, watch = count(1000, 120_000), Watch()
     copy = Path(shutil.copytree(recording, folder / "json"))
     files = sorted(each.relative_to(recording) for each in recording.rglob("*.json"))
+    with Recording.open(recording) as opened:
+        expected = said(opened)
 
-    def work() -> str:
+    def work(what: str, sealed: bool) -> str:
         with Recording.open(copy) as opened:
+            assert sealed or said(opened) == expected, what
+            for name in opened.manifest.layers:
+                for each in opened.passes(name):
+                    assert opened.block_rows(each.block) == each.rows, what
+                    assert 0 <= each.step < opened.steps, what
             return f"opened {min(opened.steps, STEPS + 1)}"
 
     for seed in seeds(wanted):
         chance = random.Random(10**6 + seed)
         file = files[seed % len(files)]
         data = (recording / file).read_bytes()
-        fields = json.loads(data)
-        other_json(fields, chance)
-        put(copy / file, fields)
-        watch.outcome(f"seed {seed}: {file}", work)
+        sealed = chance.random() < 0.8
+        if sealed:
+            fields = json.loads(data)
+            other_json(fields, chance)
+            put(copy / file, fields)
+        else:
+            (copy / file).write_bytes(changed(data, chance))
+        what = f"seed {seed}: {file}"
+        watch.outcome(what, lambda what=what, sealed=sealed: work(what, sealed))
         (copy / file).write_bytes(data)
     watch.end("JSON files of recordings")
+
+
+def said(recording: Recording) -> str:
+    """All that its JSON files say of it."""
+    return repr(
+        (
+            recording.manifest,
+            recording.segments,
+            recording.steps,
+            recording.complete,
+            recording.marks,
+            recording.schema,
+            recording._final,
+        )
+    )
