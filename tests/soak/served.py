@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 CLOSED_S = 60
 """A busy machine may need a while to close what clients left; nothing closes later."""
@@ -23,6 +24,7 @@ class Process:
 
     address: str
     pid: int
+    output: IO[str]
 
     def anonymous_mb(self) -> float:
         """Memory that no file backs."""
@@ -39,26 +41,35 @@ class Process:
                 found[re.sub(r":\[\d+\]$", "", os.readlink(each))] += 1
         return found
 
-    def closes_all_but(self, most: int) -> Counter[str]:
-        """What is open once that is no more than this, or after CLOSED_S nevertheless."""
-        end = time.monotonic() + CLOSED_S
+    def closes_all_but(self, most: int, within: float = CLOSED_S) -> Counter[str]:
+        """What is open once that is no more than this, or after so many seconds nevertheless."""
+        end = time.monotonic() + within
         while (found := self.descriptors()).total() > most and time.monotonic() < end:
             time.sleep(0.1)
         return found
 
 
 @contextmanager
-def server(versions: Path, folder: Path) -> Iterator[Process]:
+def server(versions: Path, folder: Path, program: str | None = None) -> Iterator[Process]:
+    """Serve as "i"; end in an orderly way.
+
+    Args:
+        versions: What is served: an index, or a folder of them.
+        folder: For configuration and log.
+        program: What runs with the command's arguments, if not the command itself.
+    """
     config = folder / "server.yaml"
     config.write_text(f"indexes: {{i: {versions}}}\nlisten: 127.0.0.1:0\n")
     with (folder / "log").open("w") as log:
-        command = [sys.executable, "-m", "dualform.cli", "serve", "--config", str(config)]
+        what = ["-m", "dualform.cli"] if program is None else ["-c", program]
+        command = [sys.executable, *what, "serve", "--config", str(config)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
         try:
             assert process.stdout is not None
             line = process.stdout.readline()
             assert line.startswith("listening on "), (folder / "log").read_text()
-            yield Process(line.removeprefix("listening on ").strip(), process.pid)
+            address = line.removeprefix("listening on ").strip()
+            yield Process(address, process.pid, process.stdout)
         finally:
             process.terminate()
             process.communicate(timeout=60)
