@@ -41,9 +41,9 @@ class Process:
                 found[re.sub(r":\[\d+\]$", "", os.readlink(each))] += 1
         return found
 
-    def closes_all_but(self, most: int, within: float = CLOSED_S) -> Counter[str]:
-        """What is open once that is no more than this, or after so many seconds nevertheless."""
-        end = time.monotonic() + within
+    def closes_all_but(self, most: int) -> Counter[str]:
+        """What is open once that is no more than this, or after CLOSED_S nevertheless."""
+        end = time.monotonic() + CLOSED_S
         while (found := self.descriptors()).total() > most and time.monotonic() < end:
             time.sleep(0.1)
         return found
