@@ -166,8 +166,14 @@ except WriteError as error:
 @pytest.mark.slow
 def test_a_system_that_is_read_only(made: Path, tmp_path: Path) -> None:
     """All of it, as a container's root is: the server answers, recorder and builder are told."""
-    everything = "mount --make-rprivate / && mount -o remount,bind,ro / && exec "
-    alone = ["unshare", "--mount", "sh", "-c", everything + '"$@"', "sh"]
+    steps = [
+        "mount --make-rprivate /",
+        "mount -o remount,bind,ro /",
+        f"mount --bind {made} {made}",  # which may be in memory, another file system
+        f"mount -o remount,bind,ro {made}",
+        'exec "$@"',
+    ]
+    alone = ["unshare", "--mount", "sh", "-c", " && ".join(steps), "sh"]
     if subprocess.run([*alone, "true"], capture_output=True).returncode:
         pytest.skip("mount namespaces take rights that this process has not")
     refused = subprocess.run([*alone, "touch", made / "x"], capture_output=True, text=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic import make_index
 
@@ -101,6 +101,7 @@ def test_giving_up_forgets_at_once(tmp_path: Path) -> None:
     assert writer.result() is None
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(st.integers(0, 12), min_size=1, max_size=20), min_size=1, max_size=8))
 def test_any_shards_of_any_keys(shards: list[list[int]]) -> None:
     base = np.random.default_rng(3).standard_normal((13, 4)).astype(np.float32)

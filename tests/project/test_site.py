@@ -159,6 +159,7 @@ def test_it_can_be_read_light_and_dark_wide_and_narrow(site: Path) -> None:
         running = started.chromium.launch(executable_path=browser, args=flags)
         for scheme, width in (("light", 1280), ("dark", 400)):
             page = running.new_page(color_scheme=scheme, viewport={"width": width, "height": 900})
+            page.set_default_timeout(90_000)
             for name in ("explorer", "reference/dualform.client"):
                 page.goto((site / f"{name}.html").as_uri())
                 assert not faint(page, ":is(.md-header, .md-tabs, .md-sidebar, .md-content) *")

@@ -53,6 +53,16 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_index(tmp_path_factory.mktemp("index"), keys, None)
 
 
+@pytest.fixture(scope="module")
+def ends(index: Path) -> bool:
+    """Whether such a frame ends the library's server: grpcio 1.62's goes on by itself."""
+    before = len(lasting._GONE)
+    with serving({"i": index}) as served:
+        ended(served.address)
+        until_it_serves(served.address)
+    return len(lasting._GONE) > before
+
+
 @pytest.mark.parametrize("which", ["server", "admin"])
 def test_a_method_whose_name_is_no_text_ends_nothing(index: Path, which: str) -> None:
     with serving({"i": index}, admin="127.0.0.1:0") as served:
@@ -67,8 +77,10 @@ def test_a_method_whose_name_is_no_text_ends_nothing(index: Path, which: str) ->
 
 
 def test_after_too_many_the_server_is_lost_and_drains(
-    index: Path, monkeypatch: pytest.MonkeyPatch
+    index: Path, ends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if not ends:
+        pytest.skip("this version of grpcio loses no server")
     monkeypatch.setattr(lasting, "_MOST_GONE", 0)
     with serving({"i": index}) as served:
         ended(served.address)
@@ -78,7 +90,9 @@ def test_after_too_many_the_server_is_lost_and_drains(
             time.sleep(0.01)
 
 
-def test_the_command_goes_on_and_its_log_has_no_token(index: Path, tmp_path: Path) -> None:
+def test_the_command_goes_on_and_its_log_has_no_token(
+    index: Path, ends: bool, tmp_path: Path
+) -> None:
     (tmp_path / "tokens.txt").write_text(f"alice:{TOKEN}\n")
     config = tmp_path / "server.yaml"
     config.write_text(f"listen: 127.0.0.1:0\nindexes: {{i: {index}}}\ntokens: tokens.txt\n")
@@ -98,7 +112,7 @@ def test_the_command_goes_on_and_its_log_has_no_token(index: Path, tmp_path: Pat
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=60) == 0, log.read_text()
         said = log.read_text()
-        assert "another takes its place" in said
+        assert ("another takes its place" in said) == ends
         assert TOKEN not in said
         assert "reason=BAD_TOKEN" in said
     finally:
