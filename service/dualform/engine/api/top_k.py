@@ -12,7 +12,7 @@ from dualform.engine.api.opened import Opened, asked_contribution, query_tensor
 from dualform.engine.api.results import Coverage, TopK
 from dualform.engine.devices.device import OnDeviceError
 from dualform.engine.memory.layer import Layer
-from dualform.engine.memory.shards import Stop
+from dualform.engine.memory.shards import Stop, check_stop
 from dualform.engine.plan.offer import Offer
 from dualform.engine.plan.plan import Plan, check_strategy
 from dualform.engine.topk import scan
@@ -67,6 +67,7 @@ def top_k(opened: Opened, layer: Layer, question: TopKQuestion, stop: Stop | Non
         hits, plan = _search(
             opened, layer, queries, ranking, refused, question.strategy, selected, stop
         )
+    check_stop(stop)
     grouping, distinct = ranking.grouping, ranking.distinct
     assert not isinstance(grouping, str)
     assert not isinstance(distinct, str)

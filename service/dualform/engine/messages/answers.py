@@ -14,7 +14,7 @@ from dualform.engine.api.opened import layer_named
 from dualform.engine.api.results import DualOutput, Sums, TopGroups, TopK
 from dualform.engine.errors import ResourceExhaustedError
 from dualform.engine.memory.layer import Layer
-from dualform.engine.memory.shards import Stop
+from dualform.engine.memory.shards import Stop, check_stop
 from dualform.engine.messages import needs, responses, wire
 from dualform.engine.messages.limits import Limits
 from dualform.engine.totals.streams import CHUNK_BYTES
@@ -41,7 +41,9 @@ def about_rows(index: Index, question: RowsQuestion, limits: Limits, stop: Stop 
     """Answer a TopKQuestion, TopGroupsQuestion, SumsQuestion or OutputQuestion."""
     check_size(index, question, limits)
     take(index, question, limits)
-    return response_of(question, index.ask(question, stop))
+    found = index.ask(question, stop)
+    check_stop(stop)
+    return response_of(question, found)
 
 
 def take(index: Index, question: RowsQuestion, limits: Limits) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from dualform.engine.errors import DataLossError
 from dualform.engine.memory.layer import Layer
-from dualform.engine.memory.shards import Stop
+from dualform.engine.memory.shards import Stop, check_stop
 from dualform.engine.plan import costs
 from dualform.engine.rows.equal_rows import KeyRows
 from dualform.engine.topk.ranking import Ranking, merit
@@ -148,6 +148,7 @@ class DistinctKeys:
         """
         equal, k = self._layer.equal_rows, self._ranking.k
         assert equal is not None
+        check_stop(self._stop)
         shape, found = keys.positions.shape, keys.positions >= 0
         place, counts = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         place[found] = equal.places(rows, keys.positions[found])
@@ -160,6 +161,7 @@ class DistinctKeys:
         needed = found & (counts.cumsum(axis=-1) - counts < k)
         last = np.where(needed, merits, np.inf).min(axis=-1, keepdims=True, initial=np.inf)
         taken = found & (merits >= last)
+        check_stop(self._stop)
         query, group, _ = np.nonzero(taken)
         cells, lengths = query * shape[1] + group, counts[taken]
         inside = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
@@ -178,8 +180,10 @@ class DistinctKeys:
     ) -> Hits:
         """The k best of rows, [rows] each, by (cell, merit, row id); cells as in `candidates`, but
         query * groups + group, and queries and groups as `keys` has them."""
+        check_stop(self._stop)
         k, ids = self._ranking.k, self._layer.space.ids[positions]
         order = np.lexsort((ids, -merits, cells))
+        check_stop(self._stop)
         cells = cells[order]
         rank = np.arange(len(cells)) - np.searchsorted(cells, cells, side="left")
         best = rank < k
