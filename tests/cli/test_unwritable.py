@@ -122,8 +122,33 @@ def test_an_index_that_may_not_be_read_keeps_no_other_from_answering(
         with pytest.raises(grpc.RpcError) as caught:
             s.stub.TopK(request, timeout=60)
         error: Any = caught.value
-        assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
-        assert "Permission denied: it can't be read" in error.details()
+        assert error.code() is grpc.StatusCode.DATA_LOSS
+        assert "can't be read (Permission denied)" in error.details()
+
+
+def test_a_newer_version_that_may_not_be_read_leaves_the_old_one(
+    made: Path, tmp_path: Path
+) -> None:
+    """And the other index takes its own."""
+    for name in ("a", "b"):
+        build_index(made / "recording", tmp_path / name / "1")
+    with as_anyone(), serving({"a": tmp_path / "a", "b": tmp_path / "b"}) as served:
+        before = {name: served.catalog.version(name) for name in ("a", "b")}
+        for name in ("a", "b"):
+            build_index(made / "recording", tmp_path / name / "2", shard_rows=20)
+        keys = sorted((tmp_path / "a" / "2").rglob("*.keys.faiss"))
+        keys[-1].chmod(0)
+        try:
+            served.reload()
+        finally:
+            keys[-1].chmod(0o600)
+        assert served.catalog.version("a") == before["a"]
+        assert served.catalog.version("b") != before["b"]
+        request = pb.TopKRequest(layer="fc", k=2, queries=tensor(np.ones((1, 5), np.float32)))
+        for name in ("a", "b"):
+            request.index = name
+            assert served.stub.TopK(request, timeout=60).rows.shape[0] == 1
+            assert served.health(f"dualform.index.{name}") == SERVING
 
 
 def test_files_of_an_index_that_may_not_be_read_are_named(made: Path) -> None:

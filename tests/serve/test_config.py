@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,6 +17,7 @@ from synthetic import make_index
 
 from dualform.questions.placement import gpu_memory
 from dualform.serve import ConfigError, ServerConfig, ServerLimits
+from dualform.serve.addresses import check_addresses
 
 from .serving import serving
 
@@ -229,3 +233,35 @@ def test_the_pages_client_without_the_sdk(
     assert re.findall(r"\d+", capsys.readouterr().out) == [
         str(row) for row in np.argsort(-scores)[:5]
     ]
+
+
+def test_addresses_that_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name may lead to one address twice; an address that is everywhere is each."""
+    real = socket.getaddrinfo
+    twice = lambda *asked, **more: 2 * real(*asked, **more)  # noqa: E731
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "getaddrinfo", twice)
+        free = ServerConfig(listen="localhost:0", metrics="localhost:0")
+        assert check_addresses(free) == []
+        with socket.create_server(("127.0.0.1", 0)) as other:
+            port = other.getsockname()[1]
+            taken = ServerConfig(listen=f"localhost:{port}", metrics="localhost:0")
+            assert check_addresses(taken) == ["listen"]
+        assert check_addresses(ServerConfig(listen=f"localhost:{port}")) == []
+    for everywhere in ("0.0.0.0", "[::]"):
+        config = ServerConfig(listen=f"{everywhere}:5997", admin="127.0.0.1:5997", insecure=True)
+        with pytest.raises(ConfigError, match="admin and listen are both"):
+            check_addresses(config)
+
+
+def test_everywhere_without_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ipv4Only(socket.socket):
+        def __init__(self, family: int = -1, *more: int) -> None:
+            if family == socket.AF_INET6:
+                raise OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT))
+            super().__init__(family, *more)
+
+    monkeypatch.setattr(socket, "socket", Ipv4Only)
+    assert check_addresses(ServerConfig(listen="[::]:5996", insecure=True)) == []
+    with pytest.raises(ConfigError, match=r"listen: cannot listen on \[::1\]:5996"):
+        check_addresses(ServerConfig(listen="[::1]:5996"))

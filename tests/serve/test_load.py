@@ -260,6 +260,33 @@ def test_64_slow_streams_do_not_starve_anyone(index: Path, large: Path, watched:
     assert watched.of("queued_ms", "StreamWeights", "large")[0] < 8 * parts * part
 
 
+def test_the_end_of_a_stream_makes_no_stream_cheap(
+    index: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Slow(Catalog):
+        """Each part takes longer than what is cheap; the end comes at once."""
+
+        def stream(self, request: Any, stop: Callable[[], bool] | None = None) -> Iterator[Any]:
+            for part in super().stream(request, stop):
+                time.sleep(2 * scans.CHEAP_S)
+                yield part
+
+    known: list[float | None] = []
+    take = scans.ScanQueue._cheap
+
+    def cheap(queue: scans.ScanQueue, asker: scans.Asker) -> bool:
+        known.append(asker.seconds)
+        return take(queue, asker)
+
+    monkeypatch.setattr(scans.ScanQueue, "_cheap", cheap)
+    request = pb.StreamWeightsRequest(layer="fc", queries=tensor(np.ones((2, 6), np.float32)))
+    with serving({"i": index}, catalog_type=Slow) as served:
+        for _ in range(4):
+            assert sum(1 for _ in served.stub.StreamWeights(request, timeout=60)) == 1
+    assert len(known) == 8
+    assert all(seconds is None or seconds >= 2 * scans.CHEAP_S for seconds in known), known
+
+
 def test_what_nobody_waits_for_stops_and_health_is_told_meanwhile(large: Path) -> None:
     """By the server's own metric, and as shares of what the question takes when it is waited for:
     how many milliseconds these are is measured by `python -m benchmarks busy`."""

@@ -63,6 +63,24 @@ def test_a_system_without_threads_takes_no_place(monkeypatch: pytest.MonkeyPatch
     asyncio.run(main())
 
 
+def test_threads_that_can_not_all_be_made_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, made = threading.Thread.start, []
+
+    def two(thread: threading.Thread) -> None:
+        if len(made) == 2:
+            raise RuntimeError("can't start new thread")
+        made.append(thread)
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", two)
+        with pytest.raises(RuntimeError, match="new thread"):
+            ScanQueue(4, 0)
+    for thread in made:
+        thread.join(20)
+        assert not thread.is_alive()
+
+
 @pytest.mark.parametrize("places", [1, 2])
 def test_one_call_after_the_other_never_waits_in_the_queue(places: int) -> None:
     async def main() -> None:

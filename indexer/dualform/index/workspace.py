@@ -26,7 +26,7 @@ def failures_told(target: Path, nbytes: int, remedy: str = "") -> Iterator[None]
 
     Raises:
         NoSpaceError: The disk is full.
-        WriteError: Something below the target's folder can't be written.
+        WriteError: The target, or what is beside it while it is made, can't be written.
     """
     folder = target.absolute().parent
     try:
@@ -38,7 +38,12 @@ def failures_told(target: Path, nbytes: int, remedy: str = "") -> Iterator[None]
                 f"Nothing of it was kept: free some space or choose another disk{remedy}"
             ) from error
         at = None if error.filename is None else Path(os.fsdecode(error.filename))
-        if at is None or not (at == folder or at in folder.parents or folder in at.parents):
+        ours = at is not None and (
+            at == folder
+            or at in folder.parents
+            or any(target.name in each.name for each in (at, *at.parents) if each.parent == folder)
+        )
+        if not ours:
             raise
         raise WriteError(
             f"{target}: writing failed ({at}: {error.strerror}). Nothing of it was kept: choose a "

@@ -4,7 +4,7 @@ StoreError             a DualformError
 ├── NotFoundError      nothing of ours is there
 ├── VersionError       written by a newer dualform
 ├── DamagedError       truncated, altered or incomplete; names the file
-├── UnreadableError    this process may not read it, or the disk fails
+│   └── UnreadableError  this process may not read it, or the disk fails
 ├── WriteError         what was to be written could not be
 │   └── NoSpaceError   the disk is full
 ├── TooManyFilesError  the process may open no more files
@@ -48,21 +48,6 @@ class BusyError(ExistsError):
         self.path = Path(path)
         self.holder = holder
         super().__init__(f"{path} is being written by {holder}; wait for it to end, or end it")
-
-
-class UnreadableError(StoreError):
-    """A file is there and can't be read.
-
-    Args:
-        path: The file.
-        why: The system's words, such as "Permission denied".
-    """
-
-    def __init__(self, path: Path | str, why: str | None) -> None:
-        self.path = Path(path)
-        super().__init__(
-            f"{path}: {why}: it can't be read; let this process read the file and its folder"
-        )
 
 
 class WriteError(StoreError):
@@ -109,3 +94,17 @@ class DamagedError(StoreError):
         self.path = Path(path)
         self.what = what
         super().__init__(f"{path}: {what}; {remedy}")
+
+
+class UnreadableError(DamagedError):
+    """A file is there and can't be read.
+
+    Args:
+        path: The file.
+        why: The system's words, such as "Permission denied".
+    """
+
+    def __init__(self, path: Path | str, why: str | None) -> None:
+        super().__init__(
+            path, f"can't be read ({why})", "let this process read the file and its folder"
+        )

@@ -160,7 +160,7 @@ def status(directory: Path, entry: FileEntry, remedy: str) -> os.stat_result:
     except (FileNotFoundError, NotADirectoryError):
         raise DamagedError(directory / entry.name, "missing", remedy) from None
     except OSError as error:
-        raise UnreadableError(directory / entry.name, error.strerror) from None
+        raise _unreadable(directory / entry.name, error) from None
     _check_status(directory, found, entry, remedy)
     return found
 
@@ -186,7 +186,7 @@ def reading(path: Path) -> Iterator[None]:
         raise
     except OSError as error:
         at = path if error.filename is None else os.fsdecode(error.filename)
-        raise UnreadableError(at, error.strerror) from None
+        raise _unreadable(Path(at), error) from None
 
 
 def is_there(path: Path) -> bool:
@@ -266,17 +266,22 @@ def _opened(directory: Path, name: str, remedy: str) -> Iterator[int]:
     except NotADirectoryError:
         raise DamagedError(path, "a link or a file where a folder belongs", remedy) from None
     except OSError as error:
-        if error.errno in (errno.EMFILE, errno.ENFILE):
-            raise TooManyFilesError(path) from None
         if error.errno in (errno.ELOOP, errno.EMLINK, errno.ENXIO):
             raise DamagedError(path, "not a regular file", remedy) from None
-        raise UnreadableError(path, error.strerror) from None
+        raise _unreadable(path, error) from None
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise DamagedError(path, "not a regular file", remedy)
         yield fd
     finally:
         os.close(fd)
+
+
+def _unreadable(path: Path, error: OSError) -> Exception:
+    """What keeps a file from being read, by its own name; for want of memory as it came."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return TooManyFilesError(path)
+    return error if error.errno == errno.ENOMEM else UnreadableError(path, error.strerror)
 
 
 def _open_below(directory: Path, name: str) -> int:

@@ -155,7 +155,7 @@ def make_newest(work: Path, folder: Path) -> None:
 def newest(path: Path) -> Path:
     """What is meant by a path: an index, or the newest of a folder of them; where there is none,
     or none can be read, the path itself."""
-    with suppress(OSError):
+    with suppress(PermissionError):
         if (path / MANIFEST).is_file() or not path.is_dir():
             return path
         found = versions(path)
@@ -165,7 +165,7 @@ def newest(path: Path) -> Path:
 
 def is_followed(path: Path) -> bool:
     """Whether versions are published into a folder as they come; not where it can't be read."""
-    with suppress(OSError):
+    with suppress(PermissionError):
         return (path / FOLLOWED / _MARKS).is_dir()
     return False
 

@@ -36,12 +36,14 @@ def check_addresses(config: ServerConfig) -> list[str]:
             continue
         host, port = split_address(name, address)
         reasons: list[OSError | None] = []
+        its_own: list[tuple[str, str, int]] = []
         for family, at in _resolved(name, address, host, port):
             for other, ip, its in mine if port else ():
                 if its == port and _overlap(ip, at[0]):
                     raise ConfigError(f"{name} and {other} are both {address}: each takes its own")
             reasons.append(_tried(family, at))
-            mine.append((name, at[0], port))
+            its_own.append((name, at[0], port))
+        mine += its_own
         # gRPC is content with one of the addresses that a name has, and would share clients with
         # whoever has another.
         if any(reason is not None and reason.errno == errno.EADDRINUSE for reason in reasons):
@@ -57,7 +59,9 @@ def _resolved(name: str, address: str, host: str, port: int) -> list[tuple[int, 
     except (OSError, UnicodeError) as error:
         why = getattr(error, "strerror", None) or error
         raise ConfigError(f"{name}: cannot listen on {address}: {why}") from None
-    return [(family, (str(at[0]), *at[1:])) for family, _, _, _, at in found]
+    resolved = [(int(family), (str(at[0]), *at[1:])) for family, _, _, _, at in found]
+    # What is everywhere in IPv6 is so in IPv4, and there alone where the system has no IPv6.
+    return [*resolved, (socket.AF_INET, ("0.0.0.0", port))] if host == "::" else resolved
 
 
 def _tried(family: int, at: tuple[str, int]) -> OSError | None:
@@ -73,12 +77,6 @@ def _tried(family: int, at: tuple[str, int]) -> OSError | None:
 
 
 def _overlap(ip: str, other: str) -> bool:
-    """Whether one port of both is the same port: an address that is unspecified is each of its
-    family's; "::" is IPv4's too."""
+    """Whether one port of both is the same port: an address that is unspecified is each."""
     one, two = (ipaddress.ip_address(each.partition("%")[0]) for each in (ip, other))
-    if one == two:
-        return True
-    return any(
-        each.is_unspecified and (each.version == 6 or each.version == beside.version)
-        for each, beside in ((one, two), (two, one))
-    )
+    return one == two or one.is_unspecified or two.is_unspecified

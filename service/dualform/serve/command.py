@@ -89,7 +89,7 @@ async def _checked(config: ServerConfig, catalog: Catalog) -> list[str]:
     hurry.set()
     try:
         server = Server(config, catalog)
-    except ConfigError:
+    except BaseException:
         catalog.close()
         raise
     try:

@@ -157,7 +157,8 @@ def _parts(method: str, request_name: str, service: _Service) -> Parts:
                 yield part
                 part_asker = Asker(asker.client, asker.connection, experience.seconds(kind))
                 part = await scans.run(next_part, what=method, asker=part_asker, admitted=True)
-                experience.learn(kind, part_asker.computed_s)
+                if isinstance(part, bytes):  # the end takes no time
+                    experience.learn(kind, part_asker.computed_s)
                 asker.queued_s += part_asker.queued_s
                 asker.computed_s += part_asker.computed_s
         if part is not None:

@@ -34,6 +34,8 @@ CHEAP_S = 0.05
 _CHEAP_SHARE = 0.1
 """... and so has what takes less than this share of a usual scan: on a busy machine nothing takes
 less than `CHEAP_S`, but all take longer alike."""
+_CHEAP_MOST_S = 1.0
+"""Longer than that nobody holds up those who are cheaper still."""
 _UNKNOWN_S = 0.1
 _LOOK_AGAIN_S = 0.01
 _MOST_CLOCKS = 1024
@@ -242,7 +244,7 @@ class ScanQueue:
 
     def _cheap(self, asker: Asker) -> bool:
         """Whether it may take the cheap place."""
-        most = max(CHEAP_S, _CHEAP_SHARE * self._seconds)
+        most = max(CHEAP_S, min(_CHEAP_MOST_S, _CHEAP_SHARE * self._seconds))
         return asker.seconds is not None and asker.seconds < most
 
     def _soon(self) -> float:
@@ -259,8 +261,13 @@ def _started(threads: int, prepare: Callable[[], None]) -> ThreadPoolExecutor:
         together.wait()
         prepare()
 
-    for each in [pool.submit(begin) for _ in range(threads)]:
-        each.result()
+    try:
+        for each in [pool.submit(begin) for _ in range(threads)]:
+            each.result()
+    except BaseException:
+        together.abort()  # those that are there would wait for the others, and the process for them
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
     return pool
 
 

@@ -231,8 +231,8 @@ class Server:
         port = 0 if "listen" in taken else self._server.listen(listen)
         if port == 0:
             raise ConfigError(
-                f"cannot listen on {listen}: the port is taken; choose another with --port, 0 for "
-                "any free one"
+                f"cannot listen on {listen}: the port is taken or may not be; choose another "
+                "with --port, 0 for any free one"
             )
         if self._page is not None:
             await self._page.start()

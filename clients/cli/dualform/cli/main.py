@@ -136,6 +136,10 @@ def _explain(error: Exception) -> int:
     if isinstance(error, MemoryError) or "failed to map segment" in str(error):
         why = f" ({error})" if str(error) else ""
         return _complain(f"there is not enough memory{why}: give it more, or a higher ulimit -v")
+    if "can't start new thread" in str(error):
+        return _complain(
+            f"{error}: allow more of them (ulimit -u, or the container's limit of pids)"
+        )
     if isinstance(error, ImportError):
         return _complain(f"{error}: a package is broken, or does not go with another; install anew")
     return _complain(

@@ -31,6 +31,8 @@ MOST_CANDIDATES = 1 << 21
 MOST_HITS = 100_000
 """Rows that a block of queries may be answered with: sorting them, which nothing interrupts, takes
 some 50 ms of a core."""
+_LEAST_QUERIES = 16
+"""That many are a block all the same: all rows are read for each."""
 
 SPAN = 1 << 22
 """Bounds of neighbouring shards, queries times rows, that are looked at together."""
@@ -81,8 +83,8 @@ def faiss_applies(layer: Layer, ranking: Ranking, whole: bool) -> str | None:
 def block_queries(rows: int, groups: int, k: int) -> int:
     """How many queries are answered together over so many rows, for k rows of each group."""
     each = min(rows, candidates(groups, k))
-    hits = min(rows, groups * k)
-    return max(1, min(_QUERY_BLOCK, MOST_CANDIDATES // max(1, each), MOST_HITS // max(1, hits)))
+    hits = max(_LEAST_QUERIES, MOST_HITS // max(1, min(rows, groups * k)))
+    return max(1, min(_QUERY_BLOCK, MOST_CANDIDATES // max(1, each), hits))
 
 
 class Scan:
