@@ -181,9 +181,9 @@ class Follower:
         lasts = note is not None and note["kind"] == kind and begins_with(chains, note["at"])
         path = self.target / next_name(self.target, source.steps)
         try:
-            work = self._work(plan)
-            share = _shared(self.target, note if lasts else None, source, work)
             with threadpool_limits(1, user_api="blas"), failures_of(self.target, plan):
+                work = self._work(plan)
+                share = _shared(self.target, note if lasts else None, source, work)
                 done = _Round(plan, chains, self._store, self._running, work, progress)
                 done.run(share)
                 publish_version(work, path)
