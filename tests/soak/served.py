@@ -25,6 +25,7 @@ class Process:
     address: str
     pid: int
     output: IO[str]
+    versions: Path
 
     def anonymous_mb(self) -> float:
         """Memory that no file backs."""
@@ -40,6 +41,18 @@ class Process:
             with suppress(FileNotFoundError):  # closed since
                 found[re.sub(r":\[\d+\]$", "", os.readlink(each))] += 1
         return found
+
+    def at_rest(self) -> Counter[str]:
+        """What is open while no file of an index is read: maps need none, and a sweep that looks
+        for damage opens one at a time."""
+        within = f"{self.versions.resolve()}/"
+        end = time.monotonic() + CLOSED_S
+        while True:
+            found = self.descriptors()
+            if not any(name.startswith(within) for name in found):
+                return found
+            assert time.monotonic() < end, found
+            time.sleep(0.02)
 
     def closes_all_but(self, most: int) -> Counter[str]:
         """What is open once that is no more than this, or after CLOSED_S nevertheless."""
@@ -69,7 +82,7 @@ def server(versions: Path, folder: Path, program: str | None = None) -> Iterator
             line = process.stdout.readline()
             assert line.startswith("listening on "), (folder / "log").read_text()
             address = line.removeprefix("listening on ").strip()
-            yield Process(address, process.pid, process.stdout)
+            yield Process(address, process.pid, process.stdout, versions)
         finally:
             process.terminate()
             process.communicate(timeout=60)

@@ -245,7 +245,7 @@ def test_clients(truth: Truth, tmp_path: Path) -> None:
     samples: list[tuple[float, float, int]] = []
     swaps = 0
     with server(truth.versions, tmp_path) as process:
-        before = process.descriptors()
+        before = process.at_rest()
         load = Load(truth, process.address)
         others = [load.probe, load.unread, load.half_open]
         threads = [threading.Thread(target=load.client, args=(n,)) for n in range(CLIENTS)]

@@ -107,7 +107,7 @@ def in_use(process: Process) -> float:
 def test_unread_streams_of_clients_that_vanish(index: Path, tmp_path: Path) -> None:
     used: list[float] = []
     with server(index, tmp_path, SERVER) as process:
-        before = process.descriptors()
+        before = process.at_rest()
         with Client(process.address) as client:
             client.top_k("fc", np.ones((1, D), np.float32), k=1)
         tell(f"vanishing: {in_use(process):.0f} MB before the first round")
