@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -75,6 +77,24 @@ def test_rights_that_go_while_it_builds(made: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
     build_index(made / "recording", tmp_path / "new")
     assert [each.name for each in tmp_path.iterdir()] == ["new"]
+
+
+def test_a_disk_that_fails_under_a_builder_is_told(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system names no file where what is open fails."""
+
+    def fails(fd: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fails)
+        word = r"new: its disk failed \(Input/output error\).*mend the disk or choose another"
+        for make, source in ((build_index, "recording"), (pack_index, "index")):
+            with pytest.raises(WriteError, match=word):
+                make(made / source, tmp_path / "new")
+            assert list(tmp_path.iterdir()) == []
+    build_index(made / "recording", tmp_path / "new")
 
 
 def test_a_recorder_that_may_not_write_says_so_and_leaves_nothing(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from dualform.store import (
     DamagedError,
     NoSpaceError,
     NotFoundError,
+    WriteError,
     direct,
     recording_pack,
 )
@@ -152,17 +153,29 @@ def test_a_damaged_record_is_left_as_it_is(tmp_path: Path, plain: tuple[Path, Pa
     same(path, plain[1])
 
 
-def test_a_full_disk(
-    tmp_path: Path, plain: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("code", "kind", "word"),
+    [
+        (errno.ENOSPC, NoSpaceError, r"000000\.bin.*free some space and pack again"),
+        (errno.EIO, WriteError, r"000000\.bin.*Input/output error.*mend the disk and pack again"),
+    ],
+)
+def test_a_disk_that_is_full_or_fails(
+    tmp_path: Path,
+    plain: tuple[Path, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    code: int,
+    kind: type[WriteError],
+    word: str,
 ) -> None:
     path = Path(shutil.copytree(plain[0], tmp_path / "r"))
 
-    def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def fails(*_: object) -> int:
+        raise OSError(code, os.strerror(code))
 
     with monkeypatch.context() as patch:
-        patch.setattr(direct.os, "pwritev", full)
-        with pytest.raises(NoSpaceError, match=r"000000\.bin.*free some space and pack again"):
+        patch.setattr(direct.os, "pwritev", fails)
+        with pytest.raises(kind, match=word):
             pack_recording(path)
     assert not list(path.glob("segments/*packed*"))
     same(path, plain[1])

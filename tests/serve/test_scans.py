@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
+from dualform.serve import scans
 from dualform.serve.scans import CHEAP_S, Asker, ScanQueue
 from dualform.serve.status import Refusal
 from dualform.serve.waiting import within
@@ -237,6 +238,37 @@ def test_what_is_cheap_has_a_place_of_its_own() -> None:
         assert gate.running == 2
         gate.open.set()
         await asyncio.gather(*asked, dear)
+        queue.close()
+
+    asyncio.run(main())
+
+
+def test_who_asks_what_only_looks_cheap_has_the_cheap_place_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As by filters of one length, some of which take long."""
+    monkeypatch.setattr(scans, "_CHEAP_MOST_S", 0.05)
+
+    async def main() -> None:
+        queue, gate = ScanQueue(1, 100), Gate()
+        asked = asyncio.create_task(queue.run(gate.scan))
+        await gate.until(lambda: gate.running == 1)
+        ask = lambda who: queue.run(  # noqa: E731
+            lambda stop: "answer", asker=Asker(who, seconds=CHEAP_S / 2)
+        )
+        assert await within(10, ask("mixes")) == "answer"
+        asker = Asker("mixes", seconds=CHEAP_S / 2)
+        await within(10, queue.run(lambda stop: time.sleep(0.2), asker=asker))
+        begin = time.monotonic()
+        barred = asyncio.create_task(ask("mixes"))
+        assert await within(10, ask("other")) == "answer"
+        await asyncio.sleep(0.05)
+        if time.monotonic() - begin < 9 * 0.2:
+            assert not barred.done()
+        await asyncio.sleep(9 * 0.2)
+        assert await within(10, ask("mixes")) == "answer"
+        gate.open.set()
+        await asyncio.gather(asked, barred)
         queue.close()
 
     asyncio.run(main())

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 CLOSED_S = 60
 """A busy machine may need a while to close what clients left; nothing closes later."""
@@ -24,7 +23,6 @@ class Process:
 
     address: str
     pid: int
-    output: IO[str]
     versions: Path
 
     def anonymous_mb(self) -> float:
@@ -63,26 +61,24 @@ class Process:
 
 
 @contextmanager
-def server(versions: Path, folder: Path, program: str | None = None) -> Iterator[Process]:
+def server(versions: Path, folder: Path) -> Iterator[Process]:
     """Serve as "i"; end in an orderly way.
 
     Args:
         versions: What is served: an index, or a folder of them.
         folder: For configuration and log.
-        program: What runs with the command's arguments, if not the command itself.
     """
     config = folder / "server.yaml"
     config.write_text(f"indexes: {{i: {versions}}}\nlisten: 127.0.0.1:0\n")
     with (folder / "log").open("w") as log:
-        what = ["-m", "dualform.cli"] if program is None else ["-c", program]
-        command = [sys.executable, *what, "serve", "--config", str(config)]
+        command = [sys.executable, "-m", "dualform.cli", "serve", "--config", str(config)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
         try:
             assert process.stdout is not None
             line = process.stdout.readline()
             assert line.startswith("listening on "), (folder / "log").read_text()
             address = line.removeprefix("listening on ").strip()
-            yield Process(address, process.pid, process.stdout, versions)
+            yield Process(address, process.pid, versions)
         finally:
             process.terminate()
             process.communicate(timeout=60)

@@ -1,14 +1,12 @@
 """Clients that leave unread streams behind: what the server held for them is free again.
 
 glibc keeps much of what is freed, for whoever asks next, and how much differs from round to round
-by more than a leak would. So this server, which is `dualform serve` otherwise, can be told to
-return what is free: what is left then is in use.
+by more than a leak would. A server that nobody asks any more returns what is free after a few
+seconds: what is left then is in use.
 """
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -19,6 +17,7 @@ import warm
 from synthetic import make_index
 
 from dualform.client import Client
+from dualform.serve.server import LOOK_S, QUIET_LOOKS
 
 from .counts import count, tell
 from .served import Process, server
@@ -35,18 +34,6 @@ times that as there are rounds. What is in use differs by 10 MB or so, for pages
 part are not returned."""
 PATIENCE_S = 60
 
-SERVER = """
-import signal, sys
-
-def give_back(*_):
-    from dualform.serve.memory import heap
-    heap.give_back(always=True)
-    print("given back", flush=True)
-
-signal.signal(signal.SIGUSR1, give_back)
-from dualform.cli.main import program
-program()
-"""
 CLIENT = """
 import signal, sys
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
@@ -88,17 +75,9 @@ def still(process: Process) -> float:
 
 
 def in_use(process: Process) -> float:
-    """MB once what is free was returned, and no more of it comes."""
-    end, seen = time.monotonic() + PATIENCE_S, float("inf")
-    while time.monotonic() < end:
-        os.kill(process.pid, signal.SIGUSR1)
-        assert process.output.readline() == "given back\n"
-        now = process.anonymous_mb()
-        if abs(seen - now) < 1:
-            break
-        seen = now
-        time.sleep(0.5)
-    return now
+    """MB once what is free was returned."""
+    time.sleep((QUIET_LOOKS + 3) * LOOK_S)
+    return still(process)
 
 
 @pytest.mark.slow
@@ -106,12 +85,12 @@ def in_use(process: Process) -> float:
 @pytest.mark.timeout(7200)
 def test_unread_streams_of_clients_that_vanish(index: Path, tmp_path: Path) -> None:
     used: list[float] = []
-    with server(index, tmp_path, SERVER) as process:
+    with server(index, tmp_path) as process:
         before = process.at_rest()
         with Client(process.address) as client:
             client.top_k("fc", np.ones((1, D), np.float32), k=1)
         tell(f"vanishing: {in_use(process):.0f} MB before the first round")
-        for number in range(count(6, 60)):
+        for number in range(count(4, 60)):
             how = ("closed", "killed")[number % 2]
             with warm.start(CLIENT, process.address, STREAMS, QUERIES, D) as leaving:
                 assert leaving.stdout.readline() == "begun\n", leaving.errors()

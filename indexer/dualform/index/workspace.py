@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dualform.store.errors import BusyError, ExistsError, NoSpaceError, WriteError
-from dualform.store.files import sync_directory
+from dualform.store.files import FAILING, FULL, sync_directory
 from dualform.store.lock import WriterLock
 from dualform.store.versions import make_newest
 
@@ -32,10 +32,15 @@ def failures_told(target: Path, nbytes: int, remedy: str = "") -> Iterator[None]
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if error.errno in FULL:
             raise NoSpaceError(
                 f"{target}: there is no space left; keys and values alone take {nbytes:,} bytes. "
                 f"Nothing of it was kept: free some space or choose another disk{remedy}"
+            ) from error
+        if error.filename is None and error.errno in FAILING:
+            raise WriteError(
+                f"{target}: its disk failed ({error.strerror}). Nothing of it was kept: mend the "
+                "disk or choose another"
             ) from error
         at = None if error.filename is None else Path(os.fsdecode(error.filename))
         ours = at is not None and (

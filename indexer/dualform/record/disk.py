@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import shutil
@@ -18,6 +17,7 @@ from dualform.record.coverage import size_text
 from dualform.record.errors import OptionError, RecordingExistsError, RecordingFailedError
 from dualform.record.sink import CapturedPass, State, StepBatch
 from dualform.store.errors import BusyError, ExistsError
+from dualform.store.files import FULL
 from dualform.store.ledger import InexactMark
 from dualform.store.lock import WriterLock
 from dualform.store.recording import Recording
@@ -297,7 +297,6 @@ def check_pack(pack: object, on_disk: bool) -> None:
         raise OptionError("pack=True is for a recording on disk: give its path, or leave pack out")
 
 
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _START_REMEDY = {
     True: "free some space or choose another disk, then record again",
     False: "choose a path that this process may write to",
@@ -305,7 +304,7 @@ _START_REMEDY = {
 
 
 def _is_full(error: BaseException | None) -> bool:
-    return isinstance(error, OSError) and error.errno in _FULL
+    return isinstance(error, OSError) and error.errno in FULL
 
 
 def _what(error: BaseException | None) -> str:

@@ -25,6 +25,11 @@ import xxhash
 
 from dualform.store.errors import DamagedError, TooManyFilesError, UnreadableError
 
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""What writing to a full disk fails with."""
+FAILING = frozenset({errno.EIO, errno.ENXIO, errno.ENODEV, errno.EROFS, errno.ESTALE})
+"""What writing to an open file fails with where its disk is broken, gone, or read-only by now."""
+
 _CHUNK = 8 << 20
 _MOST_JSON = 1 << 30
 """Bytes of a JSON file at most."""

@@ -7,7 +7,6 @@ whose segments are packed; the same call goes on with the others.
 
 from __future__ import annotations
 
-import errno
 import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,7 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from dualform.store.errors import NoSpaceError
+from dualform.store.errors import NoSpaceError, WriteError
+from dualform.store.files import FAILING, FULL
 from dualform.store.lock import WriterLock
 from dualform.store.packing import PLAIN
 from dualform.store.recording import Recording
@@ -51,6 +51,7 @@ def pack_recording(path: Path, progress: Progress | None = None) -> tuple[int, i
         NotFoundError, VersionError: There is none, or one of a newer dualform.
         DamagedError: A record is not what was written; its segment stays as it is.
         NoSpaceError: The disk can't hold a packed segment beside the old one, which stays.
+        WriteError: The disk fails; likewise.
     """
     Recording.open(path).close()  # so that nothing is locked, nor made, where there is none
     lock = WriterLock(path)
@@ -117,11 +118,17 @@ def _packed_segment(
     except BaseException as error:
         file.abandon()
         (directory / name).unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if isinstance(error, OSError) and error.errno in FULL:
             raise NoSpaceError(
                 f"{directory / old.bin}: there is no space for it packed beside it. It stays as it "
                 "is, and segments that are packed stay packed: free some space and pack again"
             ) from None
+        if isinstance(error, OSError) and error.errno in FAILING:
+            raise WriteError(
+                f"{directory / old.bin}: the disk failed ({error.strerror}) while it was packed "
+                "beside it. It stays as it is, and segments that are packed stay packed: mend the "
+                "disk and pack again"
+            ) from error
         raise
     finally:
         reader.close()

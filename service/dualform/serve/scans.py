@@ -35,7 +35,9 @@ _CHEAP_SHARE = 0.1
 """... and so has what takes less than this share of a usual scan: on a busy machine nothing takes
 less than `CHEAP_S`, but all take longer alike."""
 _CHEAP_MOST_S = 1.0
-"""Longer than that nobody holds up those who are cheaper still."""
+"""Longer than that nobody holds up those who are cheaper still, or else ..."""
+_BARRED = 9
+"""... its client has no cheap place for so many times as long: a tenth of it at most."""
 _UNKNOWN_S = 0.1
 _LOOK_AGAIN_S = 0.01
 _MOST_CLOCKS = 1024
@@ -109,6 +111,7 @@ class ScanQueue:
         self._places = _Places(concurrent)
         self._waiting: Counter[str] = Counter()
         self._streams: Counter[str] = Counter()
+        self._barred: dict[str, float] = {}
         self._pool = _started(concurrent + 1, prepare)
         self._seconds = _UNKNOWN_S
         self.begun = 0
@@ -176,6 +179,8 @@ class ScanQueue:
                 self.stopped(what, went_on)
             if not cheap_place:
                 self._seconds += 0.2 * (seconds - self._seconds)
+            elif seconds > _CHEAP_MOST_S:
+                _in(loop, self._bar, asker.client, _BARRED * seconds)
             asker.computed_s += seconds
             _in(loop, self._places.charge, asker.client, seconds - expected)
             return found
@@ -244,8 +249,16 @@ class ScanQueue:
 
     def _cheap(self, asker: Asker) -> bool:
         """Whether it may take the cheap place."""
+        if self._barred.get(asker.client, 0.0) > time.monotonic():
+            return False
         most = max(CHEAP_S, min(_CHEAP_MOST_S, _CHEAP_SHARE * self._seconds))
         return asker.seconds is not None and asker.seconds < most
+
+    def _bar(self, client: str, seconds: float) -> None:
+        """For so long a client has no cheap place: it asked what only looked cheap."""
+        now = time.monotonic()
+        self._barred = {who: until for who, until in self._barred.items() if until > now}
+        self._barred[client] = now + seconds
 
     def _soon(self) -> float:
         """Seconds after which a place to wait should be free: a scan's usual time."""

@@ -55,6 +55,8 @@ LOOK_S = 1.0
 that were there are nowhere."""
 LOOKS_FOR_ROWS = 10
 """Once in so many looks those are looked for that are nowhere."""
+QUIET_LOOKS = 5
+"""After so many without a question all memory that is free goes back to the system."""
 MOST_CALLS_OF_A_CONNECTION = 256
 GREETING_MS = 20_000
 """Who connects has said by then what HTTP/2, and TLS, begin with, or is let go."""
@@ -298,12 +300,17 @@ class Server:
         await self._refresh()
 
     async def _look(self) -> None:
-        """Take versions over as they are published."""
+        """Take versions over as they are published, and return what memory nobody needs."""
         told: dict[str, str | None] = {}
+        begun = quiet = 0
         for look in itertools.count():
             await asyncio.sleep(LOOK_S)
+            at_work = self._scans.begun > begun or self._scans.running or self._scans.streams
+            begun, quiet = self._scans.begun, 0 if at_work else quiet + 1
             catalog, stop = self._catalog, self._stopping.is_set
             try:
+                if quiet == QUIET_LOOKS:
+                    await asyncio.to_thread(heap.give_back, always=True)
                 found = await asyncio.to_thread(catalog.take_newer, stop)
                 if look % LOOKS_FOR_ROWS == 0:
                     await asyncio.to_thread(catalog.look_again, stop)
