@@ -15,7 +15,7 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -412,11 +412,35 @@ def test_recordings(recording: Path, folder: Path) -> None:
         finally:
             shutil.rmtree(target, ignore_errors=True)
 
+    each_changed(recording, copy, files, wanted, 0.9, work, watch)
+    watch.end("recordings")
+    with Recording.open(copy) as whole:
+        assert whole.steps == STEPS
+
+
+def each_changed(
+    recording: Path,
+    copy: Path,
+    files: Sequence[Path],
+    wanted: int,
+    share: float,
+    work: Callable[[str, bool], str],
+    watch: Watch,
+    first: int = 0,
+) -> None:
+    """Change one file of the copy after the other, and see what `work` makes of it.
+
+    Args:
+        recording: What the files were before, and are again.
+        share: Of the changes to JSON that are sealed again.
+        work: Called with what was changed, and whether it was sealed.
+        first: The first seed of all changes.
+    """
     for seed in seeds(wanted):
-        chance = random.Random(seed)
+        chance = random.Random(first + seed)
         file = files[seed % len(files)]
         data = (recording / file).read_bytes()
-        sealed = file.suffix == ".json" and chance.random() < 0.9
+        sealed = file.suffix == ".json" and chance.random() < share
         if sealed:
             fields = json.loads(data)
             other_json(fields, chance)
@@ -426,9 +450,6 @@ def test_recordings(recording: Path, folder: Path) -> None:
         what = f"seed {seed}: {file}"
         watch.outcome(what, lambda what=what, sealed=sealed: work(what, sealed))
         (copy / file).write_bytes(data)
-    watch.end("recordings")
-    with Recording.open(copy) as whole:
-        assert whole.steps == STEPS
 
 
 def as_recorded(recording: Path, index: Path, what: str) -> None:
@@ -466,20 +487,7 @@ def test_json_of_recordings(recording: Path, folder: Path) -> None:
                     assert 0 <= each.step < opened.steps, what
             return f"opened {min(opened.steps, STEPS + 1)}"
 
-    for seed in seeds(wanted):
-        chance = random.Random(10**6 + seed)
-        file = files[seed % len(files)]
-        data = (recording / file).read_bytes()
-        sealed = chance.random() < 0.8
-        if sealed:
-            fields = json.loads(data)
-            other_json(fields, chance)
-            put(copy / file, fields)
-        else:
-            (copy / file).write_bytes(changed(data, chance))
-        what = f"seed {seed}: {file}"
-        watch.outcome(what, lambda what=what, sealed=sealed: work(what, sealed))
-        (copy / file).write_bytes(data)
+    each_changed(recording, copy, files, wanted, 0.8, work, watch, first=10**6)
     watch.end("JSON files of recordings")
 
 
