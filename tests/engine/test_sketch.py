@@ -48,6 +48,27 @@ def cases(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return keys, queries.astype(np.float32), directions
 
 
+def test_the_directions_of_wide_keys_are_the_leading_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found among the rows, where the width's cube would take minutes."""
+    rng = np.random.default_rng(0)
+    few, d = 100, 600
+    spread = 2.0 ** -np.arange(few)[:, None] * rng.standard_normal((few, d))
+    keys = (rng.standard_normal((400, few)) @ spread).astype(np.float32)
+    monkeypatch.setattr("dualform.index.sketch.WIDE", 512)
+    for sample in ([keys], [keys[:1], keys[1:]], [keys[:7]], [np.zeros((2, d), np.float32), keys]):
+        found = leading_directions(sample)
+        assert found is not None
+        assert found.shape == (63, d)
+        np.testing.assert_allclose(found @ found.T, np.eye(63), atol=1e-5)
+        whole = np.concatenate(sample).astype(np.float64)
+        rest = whole - whole @ found.T.astype(np.float64) @ found
+        left = np.linalg.svd(whole, compute_uv=False)[63:]
+        # What the best 63 directions leave out, but for rounding to float32.
+        least = np.sqrt(np.square(left).sum())
+        assert np.linalg.norm(rest) <= least + 1e-6 * np.linalg.norm(whole)
+    assert leading_directions([np.zeros((3, d), np.float32)]) is None
+
+
 @settings(max_examples=count(100, 10_000), deadline=None)
 @given(cases(), st.sampled_from(["largest", "smallest", "absolute"]))
 def test_the_bound_holds(case: tuple[np.ndarray, np.ndarray, np.ndarray], order: str) -> None:

@@ -18,8 +18,13 @@ MIN_D_IN = 256
 
 SAMPLE_ROWS = 8192
 
+WIDE = 2048
+"""Of wider keys so many are a sample: finding directions takes the cube of the keys' width, or of
+their number where they are fewer."""
+
 _UNIT = 2.0**-24
 _LONGEST = 1e15
+_TINY = 1e-300
 
 
 def leading_directions(sample: Sequence[np.ndarray]) -> np.ndarray | None:
@@ -29,11 +34,20 @@ def leading_directions(sample: Sequence[np.ndarray]) -> np.ndarray | None:
         P, float32 [DIRECTIONS, d], its rows orthonormal up to rounding; None where no finite key
         of a usable length is there.
     """
-    keys = np.concatenate(sample).astype(np.float64)
+    rows = np.concatenate(sample)
+    if rows.shape[1] > WIDE:
+        rows = rows[:: -(-len(rows) // WIDE)]
+    keys = rows.astype(np.float64)
     with np.errstate(all="ignore"):
         keys = keys[np.linalg.norm(keys, axis=1) < _LONGEST]
     if len(keys) == 0 or not keys.any():
         return None
+    if len(keys) < keys.shape[1]:
+        _, of_rows = np.linalg.eigh(keys @ keys.T)
+        found = keys.T @ of_rows[:, ::-1][:, :DIRECTIONS]
+        directions = np.zeros((keys.shape[1], DIRECTIONS))
+        directions[:, : found.shape[1]] = found / np.maximum(np.linalg.norm(found, axis=0), _TINY)
+        return np.ascontiguousarray(np.linalg.qr(directions)[0].T, dtype=np.float32)
     _, vectors = np.linalg.eigh(keys.T @ keys)
     return np.ascontiguousarray(vectors[:, ::-1][:, :DIRECTIONS].T, dtype=np.float32)
 

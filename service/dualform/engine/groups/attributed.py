@@ -167,7 +167,7 @@ def attributed(
         return [layer_sums(asked, first, last, stop) for asked in layers]
 
     size = block_inputs(len(counts), len(layers))
-    return best_attributed(sums, layers[0].pairs.count, size, counts, k, order)
+    return best_attributed(sums, layers[0].pairs.count, size, counts, k, order, stop)
 
 
 def best_attributed(
@@ -177,6 +177,7 @@ def best_attributed(
     counts: np.ndarray,
     k: int | None,
     order: str,
+    stop: Stop | None = None,
 ) -> Attributed:
     """The best groups, or all, for some inputs at a time.
 
@@ -185,7 +186,7 @@ def best_attributed(
             for each layer.
         count: How many inputs there are.
         size: For how many sums are held at a time.
-        counts, k, order: As for `attributed`.
+        counts, k, order, stop: As for `attributed`.
     """
     best, by_layer, rows_of = [], [], []
     for first in range(0, count, size):
@@ -198,7 +199,7 @@ def best_attributed(
         if k is None:
             by_layer.append(whole[:, :, None])
             continue
-        found = best_groups(np.ascontiguousarray(whole), counts, k, order)
+        found = best_groups(np.ascontiguousarray(whole), counts, k, order, stop)
         best.append(found)
         codes = np.maximum(found.codes, 0)
         chosen = np.stack([np.take_along_axis(each, codes, axis=1) for each in sums], axis=2)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from dualform.engine.memory.shards import Stop, check_stop
 from dualform.engine.topk.ranking import merit
 
 
@@ -32,7 +33,9 @@ class BestGroups:
         )
 
 
-def best_groups(totals: np.ndarray, counts: np.ndarray, k: int, order: str) -> BestGroups:
+def best_groups(
+    totals: np.ndarray, counts: np.ndarray, k: int, order: str, stop: Stop | None = None
+) -> BestGroups:
     """The k best groups of each query; of equal sums the lower group comes first.
 
     Args:
@@ -41,11 +44,13 @@ def best_groups(totals: np.ndarray, counts: np.ndarray, k: int, order: str) -> B
             ranked, and neither is one whose sum is not finite, as a row of it then is not.
         k: How many.
         order: "largest", "smallest" or "absolute".
+        stop: Asked before each query; True raises CancelledError.
     """
     codes = np.full((len(totals), k), -1, np.int64)
     scores = np.full(codes.shape, np.nan)
     present = np.flatnonzero(counts)
     for number, sums in enumerate(totals):
+        check_stop(stop)
         among = present[np.isfinite(sums[present])]
         merits = merit(torch.from_numpy(sums[among]), order).numpy()
         if len(among) > k:

@@ -91,7 +91,7 @@ def rank_groups(
     blocks = []
     for first in range(0, len(asked.queries), size):
         totals = find(slice(first, first + size))
-        blocks.append(best_groups(totals, prepared.counts, prepared.k, prepared.order))
+        blocks.append(best_groups(totals, prepared.counts, prepared.k, prepared.order, stop))
     return BestGroups.join(blocks), plan
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from dualform.engine.memory.float64 import dots, pair_dots
+from dualform.engine.memory.shards import Stop, check_stop
 
 _FLOAT32_UNIT = 2.0**-24
 _FLOAT64_UNIT = 2.0**-53
@@ -28,9 +29,13 @@ class ExactDots:
         keys: float32 [n, d], finite, on the CPU.
         query: float32 [d], or one for each key [n, d]; finite, on the CPU.
         longest: At least the Euclidean norm of each key.
+        stop: Asked before each exact sum; True raises CancelledError.
     """
 
-    def __init__(self, keys: torch.Tensor, query: torch.Tensor, longest: float) -> None:
+    def __init__(
+        self, keys: torch.Tensor, query: torch.Tensor, longest: float, stop: Stop | None = None
+    ) -> None:
+        self._stop = stop
         self._keys = keys.numpy()
         self._unit = (keys.shape[1] + 2) * _FLOAT64_UNIT
         self._pairs = query.dim() == 2
@@ -134,6 +139,7 @@ class ExactDots:
         return found, odd
 
     def _terms(self, i: int) -> list[float]:
+        check_stop(self._stop)
         query = self._query[i].astype(np.float64) if self._pairs else self._query
         terms: list[float] = (self._keys[i] * query).tolist()
         return terms
@@ -151,12 +157,13 @@ class ExactWeights:
         self._wide = queries.double()
         self._norms = torch.linalg.vector_norm(self._wide, dim=1)
 
-    def of(self, keys: torch.Tensor, finite: np.ndarray) -> np.ndarray:
+    def of(self, keys: torch.Tensor, finite: np.ndarray, stop: Stop | None = None) -> np.ndarray:
         """Weights of keys.
 
         Args:
             keys: float32 [m, d], on the CPU.
             finite: bool [m], which keys are; the weights of others are infinite or NaN.
+            stop: Asked before each query with weights that are summed again.
 
         Returns:
             float32 [n, m]; -0.0 never occurs.
@@ -171,9 +178,10 @@ class ExactWeights:
             unsure = (sums - bound).astype(np.float32) != (sums + bound).astype(np.float32)
         unsure &= finite
         for query in np.flatnonzero(unsure.any(axis=1)):
+            check_stop(stop)
             rows = np.flatnonzero(unsure[query])
             longest = float(torch.linalg.vector_norm(wide[torch.from_numpy(rows)], dim=1).max())
-            dots = ExactDots(keys[torch.from_numpy(rows)], self._queries[query], longest)
+            dots = ExactDots(keys[torch.from_numpy(rows)], self._queries[query], longest, stop)
             scores[query, rows] = dots.rounded()
         return np.asarray(scores + np.float32(0))
 

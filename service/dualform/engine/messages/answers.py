@@ -14,7 +14,7 @@ from dualform.engine.api.opened import layer_named
 from dualform.engine.api.results import DualOutput, Sums, TopGroups, TopK
 from dualform.engine.errors import ResourceExhaustedError
 from dualform.engine.memory.layer import Layer
-from dualform.engine.memory.shards import Stop, check_stop
+from dualform.engine.memory.shards import Stop
 from dualform.engine.messages import needs, responses, wire
 from dualform.engine.messages.limits import Limits
 from dualform.engine.totals.streams import CHUNK_BYTES
@@ -42,8 +42,7 @@ def about_rows(index: Index, question: RowsQuestion, limits: Limits, stop: Stop 
     check_size(index, question, limits)
     take(index, question, limits)
     found = index.ask(question, stop)
-    check_stop(stop)
-    return response_of(question, found)
+    return response_of(question, found, stop)
 
 
 def take(index: Index, question: RowsQuestion, limits: Limits) -> None:
@@ -94,17 +93,19 @@ def _check_groups(index: Index, question: TopGroupsQuestion, limits: Limits) -> 
     return size
 
 
-def response_of(question: RowsQuestion, found: TopK | TopGroups | Sums | DualOutput) -> Any:
+def response_of(
+    question: RowsQuestion, found: TopK | TopGroups | Sums | DualOutput, stop: Stop | None
+) -> Any:
     """The response message to one of `about_rows`' questions."""
     if isinstance(question, TopGroupsQuestion) and isinstance(found, TopGroups):
-        return responses.top_groups(question, found)
+        return responses.top_groups(question, found, stop)
     if isinstance(question, TopKQuestion) and isinstance(found, TopK):
-        return responses.top_k(question, found)
+        return responses.top_k(question, found, stop)
     if isinstance(question, SumsQuestion) and isinstance(found, Sums):
-        return responses.sums(question, found)
+        return responses.sums(question, found, stop)
     assert isinstance(question, OutputQuestion)
     assert isinstance(found, DualOutput)
-    return responses.dual_output(question, found)
+    return responses.dual_output(question, found, stop)
 
 
 def attribute(
@@ -128,7 +129,7 @@ def attribute(
     limits.check_answers(n, size + 32 * layers, remedy, beside)
     if limits.take is not None:
         limits.take(needs.of_attribute(index, question))
-    return responses.attribute(question, index.attribute(question, stop))
+    return responses.attribute(question, index.attribute(question, stop), stop)
 
 
 def self_influence(
@@ -143,7 +144,7 @@ def self_influence(
     limits.check_answer(asked * each, "ask for fewer groups at a time, with count")
     if limits.take is not None:
         limits.take(needs.of_self_influence(index, question, asked))
-    return responses.self_influence(question, index.self_influence(question, stop))
+    return responses.self_influence(question, index.self_influence(question, stop), stop)
 
 
 def explain(
@@ -170,7 +171,7 @@ def explain(
     found = index.explain_layers(question, stop)
     for name, _ in question.layers:
         with layer_named(name):
-            response.layers.append(responses.explained(question, name, next(found)))
+            response.layers.append(responses.explained(question, name, next(found), stop))
     return response
 
 

@@ -60,7 +60,7 @@ def answer_together(
             take(index, together, limits)
             found = index.ask(together, stop)
             answered = [
-                response_of(first, _part(found, last - n, last))
+                response_of(first, _part(found, last - n, last), stop)
                 for n, last in zip(sizes, np.cumsum(sizes), strict=True)
             ]
         except EngineError as error:

@@ -20,6 +20,7 @@ from dualform.engine.errors import (
     NotFoundError,
 )
 from dualform.engine.memory.layer import resident
+from dualform.engine.memory.shards import Stop, check_stop
 from dualform.engine.messages import answers, responses
 from dualform.engine.messages.batching import answer_together
 from dualform.engine.messages.limits import Limits
@@ -47,7 +48,6 @@ from dualform.v1 import attribution_pb2 as pb
 
 __all__ = ["Catalog", "Limits"]
 
-Stop = Callable[[], bool]
 _Answer: TypeAlias = Callable[[Any, Any, Stop | None], Any]
 
 _LOG = logging.getLogger("dualform.engine")
@@ -262,6 +262,7 @@ class Catalog:
         """
         with errors_translated():
             response = self._answered(request, stop)
+            check_stop(stop)
         self.limits.check_answer(response.ByteSize(), "ask for less at a time")
         return response
 

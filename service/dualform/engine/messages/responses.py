@@ -1,9 +1,16 @@
-"""What the engine found, as response messages."""
+"""What the engine found, as response messages.
+
+Large ones take a while to build: between their parts `stop` is asked whether anybody still waits,
+and CancelledError raised where nobody does.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
+import numpy.typing as npt
 import pyarrow as pa
 
 from dualform.engine.api.results import (
@@ -19,6 +26,7 @@ from dualform.engine.api.results import (
 )
 from dualform.engine.devices.devices import DeviceState, Residence
 from dualform.engine.memory.layer import Layer
+from dualform.engine.memory.shards import Stop, check_stop
 from dualform.engine.messages import wire
 from dualform.engine.plan.plan import Plan
 from dualform.questions import (
@@ -36,68 +44,76 @@ from dualform.store.sampling import Sampling
 from dualform.v1 import attribution_pb2 as pb
 
 
-def top_k(question: TopKQuestion, found: TopK) -> pb.TopKResponse:
+def top_k(question: TopKQuestion, found: TopK, stop: Stop | None) -> pb.TopKResponse:
     """To a TopKQuestion."""
-    return _top_k(found, question.group_by, _plan(question, found.plan))
+    return _top_k(found, question.group_by, _plan(question, found.plan), stop)
 
 
-def top_groups(question: TopGroupsQuestion, found: TopGroups) -> pb.TopGroupsResponse:
+def top_groups(
+    question: TopGroupsQuestion, found: TopGroups, stop: Stop | None
+) -> pb.TopGroupsResponse:
     """To a TopGroupsQuestion."""
     return pb.TopGroupsResponse(
-        groups=_groups(question.by, found.groups),
-        scores=wire.encode_tensor(found.scores),
-        counts=wire.encode_tensor(found.counts),
+        groups=_groups(question.by, found.groups, stop),
+        scores=_tensor(found.scores, stop),
+        counts=_tensor(found.counts, stop),
         coverage=_coverage(found.coverage),
         plan=_plan(question, found.plan),
     )
 
 
-def attribute(question: AttributeQuestion, found: Attribution) -> pb.AttributeResponse:
+def attribute(
+    question: AttributeQuestion, found: Attribution, stop: Stop | None
+) -> pb.AttributeResponse:
     """To an AttributeQuestion."""
     return pb.AttributeResponse(
-        groups=_groups(question.by, found.groups),
-        scores=wire.encode_tensor(found.scores),
-        counts=wire.encode_tensor(found.counts),
-        by_layer=None if found.by_layer is None else wire.encode_tensor(found.by_layer),
-        initial=wire.encode_tensor(found.initial),
-        rows=wire.encode_tensor(found.rows),
-        residual=wire.encode_tensor(found.residual),
-        outputs=wire.encode_tensor(found.outputs),
+        groups=_groups(question.by, found.groups, stop),
+        scores=_tensor(found.scores, stop),
+        counts=_tensor(found.counts, stop),
+        by_layer=None if found.by_layer is None else _tensor(found.by_layer, stop),
+        initial=_tensor(found.initial, stop),
+        rows=_tensor(found.rows, stop),
+        residual=_tensor(found.residual, stop),
+        outputs=_tensor(found.outputs, stop),
         coverage=[_coverage(each) for each in found.coverage],
     )
 
 
 def self_influence(
-    question: SelfInfluenceQuestion, found: SelfInfluence
+    question: SelfInfluenceQuestion, found: SelfInfluence, stop: Stop | None
 ) -> pb.SelfInfluenceResponse:
     """To a SelfInfluenceQuestion."""
     return pb.SelfInfluenceResponse(
-        groups=_groups(question.by, found.groups),
-        scores=wire.encode_tensor(found.scores),
-        counts=wire.encode_tensor(found.counts),
+        groups=_groups(question.by, found.groups, stop),
+        scores=_tensor(found.scores, stop),
+        counts=_tensor(found.counts, stop),
         total=found.total,
         coverage=_coverage(found.coverage),
     )
 
 
-def sums(question: SumsQuestion, found: Sums) -> pb.SumsResponse:
+def sums(question: SumsQuestion, found: Sums, stop: Stop | None) -> pb.SumsResponse:
     """To a SumsQuestion."""
-    return _sums(found, question.group_by, _plan(question, found.plan))
+    return _sums(found, question.group_by, _plan(question, found.plan), stop)
 
 
-def dual_output(question: OutputQuestion, found: DualOutput) -> pb.DualOutputResponse:
+def dual_output(
+    question: OutputQuestion, found: DualOutput, stop: Stop | None
+) -> pb.DualOutputResponse:
     """To an OutputQuestion."""
-    return _output(found, question.group_by, _plan(question, found.plan))
+    return _output(found, question.group_by, _plan(question, found.plan), stop)
 
 
-def explained(question: ExplainQuestion, layer: str, found: Explanation) -> pb.ExplainedLayer:
+def explained(
+    question: ExplainQuestion, layer: str, found: Explanation, stop: Stop | None
+) -> pb.ExplainedLayer:
     """To one layer of an ExplainQuestion."""
     column = question.group_by
     return pb.ExplainedLayer(
         layer=layer,
-        top_k=None if found.top_k is None else _top_k(found.top_k, None, None),
-        sums=None if found.sums is None else _sums(found.sums, column, None),
-        output=None if found.output is None else _output(found.output, column, None),
+        top_k=None if found.top_k is None else _top_k(found.top_k, None, None, stop),
+        sums=None if found.sums is None else _sums(found.sums, column, None, stop),
+        output=None if found.output is None else _output(found.output, column, None, stop),
     )
 
 
@@ -168,38 +184,44 @@ def group_bytes(layer: Layer, column: str) -> int:
     return 16 + wire.COLUMN_BYTES[wire.column_type(layer.space.columns[column].type)]
 
 
-def _top_k(found: TopK, group_by: str | None, plan: pb.Plan | None) -> pb.TopKResponse:
+def _top_k(
+    found: TopK, group_by: str | None, plan: pb.Plan | None, stop: Stop | None
+) -> pb.TopKResponse:
     return pb.TopKResponse(
-        rows=wire.encode_tensor(found.rows),
-        scores=wire.encode_tensor(found.scores),
-        columns=[wire.encode_column(name, array) for name, array in found.columns.items()],
-        groups=_groups(group_by, found.groups),
+        rows=_tensor(found.rows, stop),
+        scores=_tensor(found.scores, stop),
+        columns=[_column(name, array, stop) for name, array in found.columns.items()],
+        groups=_groups(group_by, found.groups, stop),
         coverage=_coverage(found.coverage),
-        counts=None if found.counts is None else wire.encode_tensor(found.counts),
+        counts=None if found.counts is None else _tensor(found.counts, stop),
         plan=plan,
     )
 
 
-def _sums(found: Sums, group_by: str | None, plan: pb.Plan | None) -> pb.SumsResponse:
+def _sums(
+    found: Sums, group_by: str | None, plan: pb.Plan | None, stop: Stop | None
+) -> pb.SumsResponse:
     return pb.SumsResponse(
-        groups=_groups(group_by, found.groups),
-        values=wire.encode_tensor(found.values),
-        counts=wire.encode_tensor(found.counts),
+        groups=_groups(group_by, found.groups, stop),
+        values=_tensor(found.values, stop),
+        counts=_tensor(found.counts, stop),
         coverage=_coverage(found.coverage),
         plan=plan,
     )
 
 
-def _output(found: DualOutput, group_by: str | None, plan: pb.Plan | None) -> pb.DualOutputResponse:
+def _output(
+    found: DualOutput, group_by: str | None, plan: pb.Plan | None, stop: Stop | None
+) -> pb.DualOutputResponse:
     return pb.DualOutputResponse(
-        values=wire.encode_tensor(found.values),
-        initial=wire.encode_tensor(found.initial),
-        trained=None if found.trained is None else wire.encode_tensor(found.trained),
-        groups=_groups(group_by, found.groups),
-        counts=None if found.counts is None else wire.encode_tensor(found.counts),
+        values=_tensor(found.values, stop),
+        initial=_tensor(found.initial, stop),
+        trained=None if found.trained is None else _tensor(found.trained, stop),
+        groups=_groups(group_by, found.groups, stop),
+        counts=None if found.counts is None else _tensor(found.counts, stop),
         coverage=_coverage(found.coverage),
         plan=plan,
-        residual=None if found.residual is None else wire.encode_tensor(found.residual),
+        residual=None if found.residual is None else _tensor(found.residual, stop),
     )
 
 
@@ -221,8 +243,18 @@ def _strategy(name: str) -> pb.Strategy:
     return number
 
 
-def _groups(name: str | None, groups: pa.Array | None) -> pb.Column | None:
-    return None if groups is None else wire.encode_column(name or "", groups)
+def _groups(name: str | None, groups: pa.Array | None, stop: Stop | None) -> pb.Column | None:
+    return None if groups is None else _column(name or "", groups, stop)
+
+
+def _column(name: str, array: pa.Array | pa.ChunkedArray, stop: Stop | None) -> pb.Column:
+    check_stop(stop)
+    return wire.encode_column(name, array, partial(check_stop, stop))
+
+
+def _tensor(array: npt.NDArray[Any], stop: Stop | None) -> pb.Tensor:
+    check_stop(stop)
+    return wire.encode_tensor(array)
 
 
 def _coverage(coverage: Coverage) -> pb.Coverage:

@@ -5,6 +5,7 @@ Requests are read by `dualform.questions`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ MAX_FILTER_DEPTH = 48
 MAX_FILTER_PARTS = 1024
 MAX_FILTER_VALUES = 65536
 
+_WORDS_AT_ONCE = 1 << 17
 _DTYPES: dict[np.dtype[Any], pb.DataType] = {
     np.dtype(np.float32): pb.DATA_TYPE_FLOAT32,
     np.dtype(np.float64): pb.DATA_TYPE_FLOAT64,
@@ -111,8 +113,13 @@ def column_type(data_type: pa.DataType) -> pb.ColumnType:
     raise TypeError(f"no metadata column has the type {data_type}")
 
 
-def encode_column(name: str, array: pa.Array | pa.ChunkedArray) -> pb.Column:
-    """Metadata values with their null mask; a string column's dictionary holds only what occurs."""
+def encode_column(
+    name: str, array: pa.Array | pa.ChunkedArray, between: Callable[[], None] = lambda: None
+) -> pb.Column:
+    """Metadata values with their null mask; a string column's dictionary holds only what occurs.
+
+    `between` is called from time to time where there are many, and may raise.
+    """
     if isinstance(array, pa.ChunkedArray):
         array = array.combine_chunks()
     kind = column_type(array.type)
@@ -121,7 +128,7 @@ def encode_column(name: str, array: pa.Array | pa.ChunkedArray) -> pb.Column:
         valid = np.asarray(array.is_valid()).astype(np.uint8).tobytes()
     dictionary: list[str] = []
     if kind == pb.COLUMN_TYPE_STRING:
-        codes, dictionary = _string_codes(array)
+        codes, dictionary = _string_codes(array, between)
         data = codes.astype("<i4").tobytes()
     elif kind == pb.COLUMN_TYPE_BOOL:
         data = _dense(array, pa.bool_(), False).astype(np.uint8).tobytes()
@@ -139,15 +146,23 @@ def _dense(array: pa.Array, data_type: pa.DataType, null: Any) -> npt.NDArray[An
     return np.asarray(dense.to_numpy(zero_copy_only=False))
 
 
-def _string_codes(array: pa.Array) -> tuple[npt.NDArray[np.int64], list[str]]:
+def _string_codes(
+    array: pa.Array, between: Callable[[], None]
+) -> tuple[npt.NDArray[np.int64], list[str]]:
     if pa.types.is_null(array.type):
         return np.zeros(len(array), np.int64), []
     if not pa.types.is_dictionary(array.type):
-        array = array.dictionary_encode()
+        pieces = []
+        for first in range(0, max(1, len(array)), _WORDS_AT_ONCE):
+            between()
+            pieces.append(array.slice(first, _WORDS_AT_ONCE).dictionary_encode())
+        array = pa.chunked_array(pieces).unify_dictionaries().combine_chunks()
+        between()
     codes = _dense(array.indices, pa.int64(), -1)
     used = np.zeros(len(array.dictionary), bool)
     used[codes[codes >= 0]] = True
     # Rows taken from a large column keep its whole dictionary: send only the words that occur.
     place = np.cumsum(used) - 1
     compact = np.where(codes >= 0, place[codes] if len(place) else 0, 0)
+    between()
     return compact, array.dictionary.filter(pa.array(used)).to_pylist()

@@ -59,7 +59,7 @@ class Scores:
             part = slice(first, first + KEYS_TOGETHER)
             keys = tile.keys[torch.from_numpy(rows[part])]
             asked = self._queries[torch.from_numpy(queries[part])]
-            dots = ExactDots(keys, asked, tile.max_norm)
+            dots = ExactDots(keys, asked, tile.max_norm, self._stop)
             if self._contribution is None:
                 scores[part] = self._rounded(dots, keys, queries[part])
             else:
@@ -109,7 +109,7 @@ class Scores:
         check_stop(self._stop)
         positions = part.positions[which]
         keys = self._layer.keys_at(positions, room)
-        dots = ExactDots(keys, self._queries[query], self._longest)
+        dots = ExactDots(keys, self._queries[query], self._longest, self._stop)
         queries = np.full(len(which), query)
         if self._contribution is None:
             scores[which] = self._rounded(dots, keys, queries)
@@ -125,7 +125,8 @@ class Scores:
         check_stop(self._stop)
         positions, place = np.unique(part.positions[which], return_inverse=True)
         keys = self._layer.keys_at(positions)[torch.from_numpy(place)]
-        dots = ExactDots(keys, self._queries[torch.from_numpy(queries)], self._longest)
+        asked = self._queries[torch.from_numpy(queries)]
+        dots = ExactDots(keys, asked, self._longest, self._stop)
         if self._contribution is None:
             scores[which] = self._rounded(dots, keys, queries)
         else:

@@ -216,8 +216,30 @@ class TopK:
         if self._layer is None:
             self._cut(possible, merits, errors, codes)
         query, row = torch.nonzero(possible, as_tuple=True)
-        if not len(query):
-            return
+        # Without limits that is every row: what is sorted at once is bounded, for who gives up.
+        for first in range(0, len(query), COMPRESS_AT):
+            part = slice(first, first + COMPRESS_AT)
+            self._take(tile, merits, errors, codes, which, query[part], row[part])
+
+    def _take(
+        self,
+        tile: Tile,
+        merits: torch.Tensor,
+        errors: torch.Tensor,
+        codes: np.ndarray | None,
+        which: np.ndarray | None,
+        query: torch.Tensor,
+        row: torch.Tensor,
+    ) -> None:
+        """Offer rows of a tile, int64 [m], to queries, the same shape, by their places in merits.
+
+        Args:
+            tile, which: As `update` has them.
+            merits: [n, rows].
+            errors: float64, of these.
+            codes: The rows' groups, if there are some.
+            query, row: Which merits.
+        """
         found = merits[query, row].double().numpy()
         found_errors = errors.expand(merits.shape)[query, row].numpy()
         queries, rows = query.numpy(), row.numpy()

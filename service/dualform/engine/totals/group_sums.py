@@ -7,11 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from dualform.engine.memory.shards import Stop, check_stop
 from dualform.engine.memory.tiles import Tile
 from dualform.engine.rows.groups import Groups, few_runs
 
 _ONE_BY_ONE = 4
 """Up to so many queries are added up one after the other where there are many groups."""
+_QUERIES_AT_ONCE = 16
+"""What is turned round at a time: a cache line or two of each group."""
 
 
 class GroupTotals:
@@ -98,9 +101,14 @@ class GroupSum:
             raise ValueError("signed and absolute sums can't be added up")
         self._totals.merge(other._totals)
 
-    def result(self) -> np.ndarray:
-        """float64 [n, groups], in the order of the groups' values."""
-        return np.ascontiguousarray(self.by_group().T)
+    def result(self, stop: Stop | None = None) -> np.ndarray:
+        """float64 [n, groups], in the order of the groups' values; `stop` is asked meanwhile."""
+        by_group = self.by_group()
+        found = np.empty(by_group.shape[::-1])
+        for first in range(0, len(found), _QUERIES_AT_ONCE):
+            check_stop(stop)
+            found[first : first + _QUERIES_AT_ONCE] = by_group[:, first : first + _QUERIES_AT_ONCE].T
+        return found
 
     def by_group(self) -> np.ndarray:
         """The same turned round, float64 [groups, n]."""

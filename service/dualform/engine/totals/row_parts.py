@@ -13,7 +13,7 @@ import torch
 
 from dualform.engine.memory.fold import Reducer, fold
 from dualform.engine.memory.layer import Layer
-from dualform.engine.memory.shards import Stop
+from dualform.engine.memory.shards import Stop, check_stop
 from dualform.engine.memory.tiles import Tile
 from dualform.engine.rows.groups import Groups, tile_runs
 from dualform.engine.totals.coefficients import LayerCoefficients, row_coefficients
@@ -21,6 +21,7 @@ from dualform.engine.totals.group_sums import GroupTotals
 from dualform.store.grouping import Grouping
 
 REBUILD_BYTES = 256 << 20
+_SPANS = 512
 
 
 class WeightedValues:
@@ -31,6 +32,7 @@ class WeightedValues:
         d_out: Length of a value.
         coefficients: What each row counts, by its step.
         groups: The groups to keep apart.
+        stop: Asked from time to time where a tile has many groups.
     """
 
     values, once = True, False
@@ -41,7 +43,9 @@ class WeightedValues:
         d_out: int,
         coefficients: LayerCoefficients,
         groups: Groups,
+        stop: Stop | None = None,
     ) -> None:
+        self._stop = stop
         self._coefficients = coefficients
         self._groups = groups
         self._totals = GroupTotals(groups, (queries, d_out))
@@ -59,7 +63,9 @@ class WeightedValues:
         if found.order is not None:
             order = found.order
             factors, values = factors[:, order], values[order]
-        for group, first, last in found.spans:
+        for number, (group, first, last) in enumerate(found.spans):
+            if number % _SPANS == 0:
+                check_stop(self._stop)
             totals[group].addmm_(factors[:, first:last], values[first:last])
 
     def merge(self, other: WeightedValues) -> None:
@@ -95,7 +101,7 @@ def rows_part(
         if also:
             fold(layer, queries, selected, also, stop)
         return np.asarray((out if bias is None else out + bias).numpy())
-    total = WeightedValues(len(queries), manifest.d_out, coefficients, Groups(grouping))
+    total = WeightedValues(len(queries), manifest.d_out, coefficients, Groups(grouping), stop)
     fold(layer, queries, selected, [total, *also], stop)
     return total.result()
 

@@ -65,5 +65,5 @@ def chunk_weights(
         check_stop(stop)
         inside = chunk[start : start + tile]
         keys = shard.keys.pick(inside)
-        parts.append(exact.of(keys, layer.finite[shard.start + inside]))
+        parts.append(exact.of(keys, layer.finite[shard.start + inside], stop))
     return np.concatenate(parts, axis=1)

@@ -218,11 +218,11 @@ def total_weights(layer: Layer, prepared: PreparedSums, way: Way, stop: Stop | N
         return np.asarray(total.result() + added)
     if way.standing is None:
         fold(layer, queries, way.rest, [total], stop)
-        return total.result()
+        return total.result(stop)
     assert layer.first_equal is not None
     pairs = Pairs.count(layer.first_equal, way.rest, grouping)
     distinct = DistinctSum(len(queries), grouping, pairs, prepared.absolute)
     fold(layer, queries, way.standing, [distinct], stop)
-    totals = total.result()
+    totals = total.result(stop)
     totals += distinct.result()
     return totals
