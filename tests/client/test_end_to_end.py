@@ -81,6 +81,8 @@ def test_the_pages_code_runs(trained: Trained, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.chdir(trained.folder)
     images = digits.load().images[:3]
     space: dict[str, Any] = {"model": trained.model, "images": images}
+    # Of getting started, where sdk.md goes on.
+    space |= {"points": images, "validation": torch.arange(3)}
     for page in ("dual-form.md", "sdk.md"):
         for language, code in blocks(page):
             assert language == "python"

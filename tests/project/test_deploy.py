@@ -20,6 +20,7 @@ import yaml
 from serve.serving import serving, tensor
 from synthetic import make_index
 
+from dualform import __version__
 from dualform.cli.main import make_parser
 from dualform.serve import ServerConfig
 from dualform.serve.access import Access
@@ -72,7 +73,8 @@ def test_kustomization_names_what_there_is() -> None:
     kustomization = yaml.safe_load((KUBERNETES / "kustomization.yaml").read_text())
     (made,) = kustomization["configMapGenerator"]
     assert made["name"] == POD["volumes"][0]["configMap"]["name"]
-    named = {*kustomization["resources"], *made["files"], "kustomization.yaml", "secrets.yaml"}
+    named = {*kustomization["resources"], *made["files"], "kustomization.yaml"}
+    named |= {"secrets.yaml", "publish.yaml"}
     assert named == {path.name for path in KUBERNETES.iterdir()}
     assert list(made["files"]) == ["server.yaml"]
 
@@ -99,6 +101,38 @@ def test_the_image_runs_as_nobody_and_says_how_it_is() -> None:
     assert probe is not None
     assert json.loads(probe[1]) == CONTAINER["readinessProbe"]["exec"]["command"]
     assert re.search(r"^STOPSIGNAL SIGTERM$", DOCKERFILE, re.M)
+
+
+def test_the_image_that_is_built_is_the_one_that_runs() -> None:
+    name = f"dualform:{__version__}"
+    assert CONTAINER["image"] == name
+    build, run = re.findall(r"^#     docker ((?:.+\\\n)*.+)$", DOCKERFILE, re.M)
+    assert f" --tag {name} ." in build
+    assert run.endswith(f" {name}")
+    # What is mounted is what the pods' configuration reads.
+    places = re.findall(r':(/\S+):ro"', run)
+    mounts = {each["name"]: each["mountPath"] for each in CONTAINER["volumeMounts"]}
+    config = f"{mounts.pop('config')}/server.yaml"
+    assert mounts.pop("tmp") in run
+    assert sorted(places) == sorted([config, *mounts.values()])
+    told = (KUBERNETES / "deployment.yaml").read_text()
+    assert set(re.findall(r"dualform:[\d.]*\d", DOCKERFILE + told)) == {name}
+
+
+def test_an_index_is_published_to_where_the_server_looks() -> None:
+    pod = of_kind("Pod")
+    told = (KUBERNETES / "kustomization.yaml").read_text()
+    assert set(re.findall(r"dualform-publish\b", told)) == {pod["metadata"]["name"]}
+    (mount,) = pod["spec"]["containers"][0]["volumeMounts"]
+    mounts = {each["name"]: each["mountPath"] for each in CONTAINER["volumeMounts"]}
+    assert mount == {"name": "indexes", "mountPath": mounts["indexes"]}
+    (volume,) = pod["spec"]["volumes"]
+    (claim,) = [each for each in POD["volumes"] if each["name"] == "indexes"]
+    names = [each["persistentVolumeClaim"]["claimName"] for each in (volume, claim)]
+    assert names == [of_kind("PersistentVolumeClaim")["metadata"]["name"]] * 2
+    assert pod["spec"]["securityContext"] == POD["securityContext"]
+    (path,) = CONFIG.indexes.values()
+    assert f" {path}\n" in told
 
 
 def test_every_folder_and_extra_that_the_image_takes_exists() -> None:

@@ -4,10 +4,12 @@ In each document the python and bash blocks run one after another in one folder,
 in one interpreter. A block that begins with `# NAME.py` is that file. `dualform explore …` is
 opened once, and ended. A block that is `dualform serve …` runs in the background on a free port,
 and later blocks ask that port instead of 50051. Not run: `make` and `pip` (other tests do that).
+A page that goes on where another ends is run after it, in its folder and interpreter.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -16,6 +18,7 @@ from pathlib import Path
 import pytest
 import warm
 
+from dualform.client import Client
 from dualform.optimizers import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,6 +32,7 @@ RUNNABLE = [
     "docs/getting-started.md",
     "docs/replay.md",
 ]
+GOES_ON = {"docs/getting-started.md": "docs/sdk.md"}
 # Pages whose code needs what other tests have: those run it.
 RUN_BY = {
     "docs/server.md": "tests/serve/test_config.py",
@@ -90,6 +94,8 @@ def blocks(text: str) -> list[tuple[str, str]]:
 def test_its_code_runs_in_order(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     todo = blocks((ROOT / name).read_text())
     assert todo
+    if name in GOES_ON:
+        todo += blocks((ROOT / GOES_ON[name]).read_text())
     (tmp_path / "blocks.json").write_text(json.dumps(todo))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{warm.commands()}{os.pathsep}{os.environ['PATH']}")
@@ -142,6 +148,23 @@ def test_every_path_in_the_map_exists() -> None:
     assert not missing
     for page in ("README.md", "CONTRIBUTING.md"):
         assert "docs/architecture.md" in (ROOT / page).read_text(), page
+
+
+def test_the_sdks_table_has_every_argument() -> None:
+    text = (ROOT / "docs" / "sdk.md").read_text().partition("## What is asked")[2]
+    text = text.partition("```")[0]
+    rows = re.findall(r"^\| `(\w+)\((.*?)\)` \|", text, re.MULTILINE)
+    beside = re.findall(r"`(\w+)=`", text.partition("\nBeside these ")[2])
+    assert beside == ["timeout", "index", "strategy", "explain_plan", "partial"]
+    planned = {"top_k", "top_groups", "sums", "dual_output"}
+    assert len(rows) > 10
+    for call, said in rows:
+        expected = {word.partition("=")[0] for word in said.split(", ") if word} | {"timeout"}
+        expected |= set() if call in ("indexes", "index") else {"index"}
+        expected |= {"strategy", "explain_plan"} if call in planned else set()
+        expected |= {"partial"} if call in planned - {"dual_output"} else set()
+        parameters = inspect.signature(getattr(Client, call)).parameters
+        assert expected == set(parameters) - {"self"}, call
 
 
 def test_the_ledgers_columns_are_the_families() -> None:

@@ -224,11 +224,13 @@ def test_a_file_that_would_take_minutes_is_no_configuration(tmp_path: Path) -> N
 def test_the_pages_client_without_the_sdk(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    keys = np.random.default_rng(2).standard_normal((50, 256)).astype(np.float32)
+    keys = np.random.default_rng(2).standard_normal((50, 20)).astype(np.float32)
     index = make_index(tmp_path, keys, None)
     (code,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     with serving({"i": index}) as served:
-        exec(code.replace("localhost:50051", served.address), {})
+        code = code.replace("localhost:50051", served.address)
+        # README's index calls its layers otherwise.
+        exec(code.replace('layer="0"', 'layer="fc"'), {})
     scores = keys.astype(np.float64).sum(1)
     assert re.findall(r"\d+", capsys.readouterr().out) == [
         str(row) for row in np.argsort(-scores)[:5]
