@@ -13,6 +13,7 @@
     python -m benchmarks explain     several answers from one scan beside each by itself
     python -m benchmarks load        a server that several clients ask at once
     python -m benchmarks busy        what a busy server stops, and how soon it says that it lives
+    python -m benchmarks stops       how long an answer goes on between looks at who waits for it
     python -m benchmarks beside      what a cheap question waits for beside expensive ones
     python -m benchmarks memory      what the server holds at its peak, question by question
     python -m benchmarks refused     what the server keeps of requests that it refused
@@ -49,6 +50,7 @@ NAMES = (
     "explain",
     "load",
     "busy",
+    "stops",
     "beside",
     "memory",
     "refused",

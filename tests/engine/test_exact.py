@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
+import pytest
 import reference
 import torch
 from hypothesis import given, settings
@@ -10,7 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from soak.counts import count
 
-from dualform.engine.memory.exact import ExactDots, error_bound
+from dualform.engine.errors import CancelledError
+from dualform.engine.memory.exact import ExactDots, ExactWeights, error_bound
 
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
@@ -47,6 +51,32 @@ def test_sums_beside_a_rounding_boundary() -> None:
         scores = ExactDots(torch.from_numpy(keys), torch.from_numpy(query), longest(keys)).rounded()
         assert scores[0] == (np.float32(1 + 2.0**-23) if rest > 0 else np.float32(1))
         assert scores[0] == reference.exact_scores(keys, query[None])[0, 0]
+
+
+def test_who_gives_up_waits_for_no_ties(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of a few simple numbers often lie on a boundary: each is then added up exactly."""
+    keys = torch.from_numpy(np.tile(np.array([1, 2.0**-24], np.float32), (500, 1)))
+    queries = torch.ones((40, 2))
+    added = 0
+    fsum = math.fsum
+
+    def counted(terms: list[float]) -> float:
+        nonlocal added
+        added += 1
+        return fsum(terms)
+
+    monkeypatch.setattr("dualform.engine.memory.exact.math.fsum", counted)
+    exact, finite = ExactWeights(queries), np.ones(500, bool)
+    assert (exact.of(keys, finite) == 1).all()
+    assert added >= 40 * 500
+    added = 0
+    with pytest.raises(CancelledError):
+        exact.of(keys, finite, lambda: added >= 700)
+    assert added <= 703
+    added = 0
+    with pytest.raises(CancelledError):
+        ExactDots(keys, queries[0], 2.0, lambda: added >= 30).rounded()
+    assert added <= 33
 
 
 def test_cancellation() -> None:

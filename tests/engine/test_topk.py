@@ -199,6 +199,30 @@ def test_columns_come_with_the_rows(memory: tuple[Path, np.ndarray]) -> None:
     np.testing.assert_array_equal(steps, hits.rows // 128)
 
 
+@pytest.mark.parametrize("distinct", [None, "example"])
+def test_candidates_are_sorted_some_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, distinct: str | None
+) -> None:
+    """At first every row of a tile is one, and who gives up waits for the sorting of all."""
+    rng = np.random.default_rng(0)
+    keys, queries = (rng.standard_normal((n, 8)).astype(np.float32) for n in (20_000, 64))
+    path = make_index(tmp_path, keys, None, example=[*range(20_000)])
+    sorted_at_once: list[int] = []
+    by_cell = engine_top_k._by_cell
+
+    def counted(cells: np.ndarray, merits: np.ndarray) -> np.ndarray:
+        sorted_at_once.append(len(cells))
+        return by_cell(cells, merits)
+
+    monkeypatch.setattr(engine_top_k, "_by_cell", counted)
+    with Index.open(path, device="cpu") as index:
+        found = index.top_k("fc", queries, 100, distinct=distinct, strategy="scan")
+    scores = queries.astype(np.float64) @ keys.astype(np.float64).T
+    np.testing.assert_array_equal(found.rows, np.argsort(-scores, axis=1)[:, :100])
+    assert sum(sorted_at_once) > 64 * 20_000 / 2
+    assert max(sorted_at_once) <= 2 * engine_top_k.COMPRESS_AT
+
+
 def test_giving_up_stops_faiss_and_exact_scores_midway(memory: tuple[Path, np.ndarray]) -> None:
     """However long they take in all, a caller who gives up waits for a piece of them."""
     path, keys = memory

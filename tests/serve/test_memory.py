@@ -31,3 +31,27 @@ def test_freed_memory_goes_back() -> None:
     assert held > 170e6
     assert kept > 50e6  # glibc keeps much of it
     assert left < 20e6
+
+
+NO_FILE = """
+import os
+from dualform.serve.memory import anonymous_bytes, heap
+
+heap.give_back()
+try:
+    while True:
+        os.dup(0)
+except OSError:
+    pass
+heap.give_back(always=True)
+print(anonymous_bytes())
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_memory_is_known_where_no_file_can_be_opened() -> None:
+    """Clients may have taken all descriptors; a limit of memory holds nevertheless."""
+    done = subprocess.run(
+        [sys.executable, "-c", NO_FILE], capture_output=True, text=True, check=True
+    )
+    assert int(done.stdout) > 1e6

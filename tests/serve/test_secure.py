@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import os
 import subprocess
 import time
@@ -415,6 +416,28 @@ def test_what_is_no_file_of_tokens_is_told_without_its_words(
     assert "secret" not in str(refused.value)
     with pytest.raises(ConfigError, match="cannot be read"):
         Access(tmp_path / "nowhere")
+
+
+def test_the_time_that_a_token_takes_tells_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is compared with all, in constant time, by digests of one length."""
+    path = tmp_path / "tokens"
+    path.write_text("".join(f"name{n}:{n:032x}\n" for n in range(9)))
+    access = Access(path)
+    compared: list[tuple[int, int]] = []
+    compare = hmac.compare_digest
+
+    def counted(one: bytes, other: bytes) -> bool:
+        compared.append((len(one), len(other)))
+        return compare(one, other)
+
+    monkeypatch.setattr("dualform.serve.access.hmac.compare_digest", counted)
+    for token in (f"{0:032x}", f"{8:032x}", "x", "x" * 5000, ""):
+        compared.clear()
+        found = access.client([("authorization", f"Bearer {token}")])
+        assert isinstance(found, Client) == (len(token) == 32)
+        assert compared == [(32, 32)] * 9
 
 
 def test_a_file_of_tokens_from_another_editor(tmp_path: Path) -> None:

@@ -6,13 +6,12 @@ Returning it after every scan would cost the next one a page fault per 4 KiB, so
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import sys
 import threading
-from pathlib import Path
 
 _SLACK = 32 << 20
-_STATM = Path("/proc/self/statm")
 
 
 class Heap:
@@ -44,8 +43,14 @@ class Heap:
 
 def anonymous_bytes() -> int:
     """Bytes of this process in memory that no file backs (Linux)."""
-    _, resident, of_files, *_ = _STATM.read_text().split()
+    _, resident, of_files, *_ = os.pread(_statm(os.getpid()), 256, 0).split()
     return (int(resident) - int(of_files)) * os.sysconf("SC_PAGE_SIZE")
+
+
+@functools.cache
+def _statm(pid: int) -> int:
+    """Stays open: where clients have taken all descriptors, memory must be known all the more."""
+    return os.open(f"/proc/{pid}/statm", os.O_RDONLY | os.O_CLOEXEC)
 
 
 heap = Heap()

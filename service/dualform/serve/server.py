@@ -314,6 +314,9 @@ class Server:
                 found = await asyncio.to_thread(catalog.take_newer, stop)
                 if look % LOOKS_FOR_ROWS == 0:
                     await asyncio.to_thread(catalog.look_again, stop)
+            except OSError as error:  # such as clients that have taken all descriptors
+                _LOG.error("newer versions of indexes could not be looked for: %s", error)
+                continue
             except Exception:
                 _LOG.exception("newer versions of indexes could not be looked for")
                 continue

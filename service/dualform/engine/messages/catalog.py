@@ -263,7 +263,9 @@ class Catalog:
         with errors_translated():
             response = self._answered(request, stop)
             check_stop(stop)
-        self.limits.check_answer(response.ByteSize(), "ask for less at a time")
+            size = response.ByteSize()  # as long as writing it
+            check_stop(stop)
+        self.limits.check_answer(size, "ask for less at a time")
         return response
 
     def answer_together(self, requests: Sequence[Any], stop: Stop | None = None) -> list[Any]:

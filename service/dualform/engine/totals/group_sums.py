@@ -107,7 +107,9 @@ class GroupSum:
         found = np.empty(by_group.shape[::-1])
         for first in range(0, len(found), _QUERIES_AT_ONCE):
             check_stop(stop)
-            found[first : first + _QUERIES_AT_ONCE] = by_group[:, first : first + _QUERIES_AT_ONCE].T
+            found[first : first + _QUERIES_AT_ONCE] = by_group[
+                :, first : first + _QUERIES_AT_ONCE
+            ].T
         return found
 
     def by_group(self) -> np.ndarray:
