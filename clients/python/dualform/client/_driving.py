@@ -23,8 +23,8 @@ class _Unpicklable:
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         name = type(self).__name__
         raise CallError(
-            f"a {name} can be neither pickled nor copied: its connection, or the index that it has "
-            f"open, belongs to this process; make a {name} where it is needed, in each worker"
+            f"{name} can be neither pickled nor copied: its connection, or the index that it has "
+            f"open, belongs to this process; make one where it is needed, in each worker"
         )
 
 
