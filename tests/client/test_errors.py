@@ -402,6 +402,61 @@ def test_a_closed_client_says_so(server: str, memory: Memory) -> None:
             client.indexes()
 
 
+def test_closing_is_no_cancellation_of_who_asks(memory: Memory) -> None:
+    """Tasks that nobody cancelled ended with asyncio's CancelledError, which is nobody's error."""
+    slow = Slow({"memory": memory.path})
+
+    async def asking(client: AsyncClient) -> asyncio.Task[Any]:
+        await client.indexes()
+        task = asyncio.create_task(client.top_k("fc", ONE))
+        await asyncio.sleep(0.2)
+        return task
+
+    async def closed(address: str) -> None:
+        client = AsyncClient(address)
+        task = await asking(client)
+        await client.close()
+        with pytest.raises(CancelledError, match="closed while it asked"):
+            await task
+        assert not task.cancelled()
+
+    async def cancelled(address: str) -> None:
+        async with AsyncClient(address) as client:
+            task = await asking(client)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert task.cancelled()
+            assert slow.stopped.wait(10)  # and the server is told
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(client.top_k("fc", ONE), 0.2)
+
+    with serving({"memory": memory.path}, catalog=slow) as address:
+        client = Client(address)
+        client.indexes()
+        threading.Timer(0.2, client.close).start()
+        with pytest.raises(CancelledError):
+            client.top_k("fc", ONE)
+        asyncio.run(closed(address))
+        slow.stopped.clear()
+        asyncio.run(cancelled(address))
+
+
+def test_a_client_that_is_closed_between_two_tries_asks_no_more() -> None:
+    """It opened a connection anew, which nothing closed."""
+
+    async def main() -> None:
+        retry = Retry(attempts=10**6, initial=0.01, maximum=0.01)
+        client = AsyncClient(f"127.0.0.1:{free_port()}", retry=retry, timeout=20)
+        task = asyncio.create_task(client.indexes())
+        await asyncio.sleep(0.3)
+        await client.close()
+        with pytest.raises((CancelledError, FailedPreconditionError), match="closed while it"):
+            await task
+
+    asyncio.run(main())
+
+
 def test_what_cannot_be_pickled_or_copied_says_so(remote: Client, local: Client) -> None:
     clients = [remote, local, AsyncClient("localhost:1")]
     for client in clients:

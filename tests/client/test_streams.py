@@ -15,6 +15,7 @@ from synthetic import make_index
 
 from dualform.client import (
     AsyncClient,
+    CancelledError,
     Client,
     DeadlineExceededError,
     FailedPreconditionError,
@@ -119,6 +120,44 @@ def test_leaving_the_loop_gives_the_rest_up(long: Path) -> None:
                 with pytest.raises(DeadlineExceededError, match=r"no answer within 0\.[23]\d* s"):
                     async for _ in other.stream_weights("fc", queries, timeout=0.3):
                         pass
+
+        asyncio.run(some())
+
+
+def test_closing_is_no_cancellation_of_who_takes_a_stream(long: Path) -> None:
+    """asyncio's CancelledError is nobody's error: a group of tasks ended without one."""
+    queries = np.ones((200, 8), np.float32)
+    with serving({"long": long}, catalog=SlowCatalog({"long": long})) as address:
+        client = Client(address)
+        chunks = client.stream_weights("fc", queries)
+        next(chunks)
+        client.close()
+        with pytest.raises(CancelledError):
+            list(chunks)
+
+        async def some() -> None:
+            other = AsyncClient(address)
+            chunks = other.stream_weights("fc", queries)
+            await anext(chunks)
+
+            async def rest() -> int:
+                return len([chunk async for chunk in chunks])
+
+            taking = asyncio.create_task(rest())
+            await asyncio.sleep(0.05)
+            await other.close()
+            with pytest.raises(CancelledError, match="closed while it asked"):
+                await taking
+            assert not taking.cancelled()
+            async with AsyncClient(address) as other:
+                chunks = other.stream_weights("fc", queries)
+                await anext(chunks)
+                taking = asyncio.create_task(rest())
+                await asyncio.sleep(0.05)
+                taking.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await taking
+            assert SlowCatalog.ended.wait(10)
 
         asyncio.run(some())
 
