@@ -115,8 +115,7 @@ def test_masked_it_is_the_float64_reference_of_the_recorded_rows(
             layer.weight += torch.from_numpy(np.tensordot(c, weight, 1))
             layer.bias += torch.from_numpy(np.tensordot(c, bias, 1))
         expected = reference(trained.images.double())
-    given = None if at_step is None else np.array(at_step)  # whatever is an index
-    with dual_form(trained.model, trained.client, where=where, at_step=given):  # type: ignore[arg-type]
+    with dual_form(trained.model, trained.client, where=where, at_step=at_step):
         masked = trained.model(trained.images)
     # No training in float32 stands between the two: only queries and answers are rounded.
     assert relative(masked, expected) <= 1e-6
