@@ -8,8 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from client.serving import serving
+from client.memory import Memory
+from client.serving import free_port, serving
 from synthetic import make_index
+
+from dualform.client import Client, Retry
 
 from .conftest import COMMAND, dualform
 
@@ -43,8 +46,29 @@ def test_an_index_with_letters_that_the_terminal_lacks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("close", [">&-", "2>&-", ">&- 2>&-"])
-def test_closed_output_goes_nowhere(server: str, query_file: Path, close: str) -> None:
+def test_an_answer_that_went_nowhere_is_no_success(
+    server: str, query_file: Path, close: str
+) -> None:
     words = ["query", "sums", "--server", server, "--layer", "fc", "--query", str(query_file)]
     command = shlex.join([*COMMAND, *words, "--group-by", "label"])
     done = subprocess.run(f"{command} {close}", shell=True, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
+    closed = ">&-" in close.split()
+    said = "dualform: standard output is closed, so what this printed went nowhere\n"
+    assert (done.returncode, done.stderr) == (2 * closed, said if close == ">&-" else "")
+
+
+def test_a_server_whose_output_is_closed_serves(memory: Memory) -> None:
+    """Its line says where it listens, and answers nobody."""
+    port = free_port()
+    command = [*COMMAND, "serve", f"m={memory.path}", "--port", str(port)]
+    with subprocess.Popen(
+        f"exec {shlex.join(command)} >&-", shell=True, stderr=subprocess.PIPE, text=True
+    ) as serving_it:
+        try:
+            with Client(f"127.0.0.1:{port}", retry=Retry(attempts=200)) as client:
+                assert [each.name for each in client.indexes()] == ["m"]
+        finally:
+            serving_it.terminate()
+        _, said = serving_it.communicate(timeout=60)
+    assert serving_it.returncode == 0
+    assert "standard output" not in said

@@ -140,6 +140,19 @@ def test_layers_by_name_and_pattern() -> None:
         names("*")
 
 
+def test_a_layers_own_name_goes_before_patterns() -> None:
+    model = nn.Sequential()
+    for name in ("[a]", "a", "*"):
+        model.add_module(name, nn.Linear(4, 4))
+
+    def names(layers: Any) -> list[str]:
+        return list(capture_queries(model, torch.randn(2, 4), layers=layers))
+
+    assert names("[a]") == ["[a]"]
+    assert names("*") == ["*"]
+    assert names(["?", "[a]"]) == ["[a]", "a", "*"]
+
+
 def test_half_precision_fits_and_double_is_refused() -> None:
     halves = torch.randn(3, 4).bfloat16()
     model = nn.Sequential(nn.Linear(4, 2)).bfloat16()

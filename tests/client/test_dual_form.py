@@ -272,7 +272,8 @@ def test_a_block_inside_a_block_takes_over_its_layers(trained: Trained) -> None:
                 mixed = model(images)
         assert torch.equal(model(images), initial)
     assert state_of(model) == before
-    with dual_form(model, client, layers=["0", "2"], at_step=17):
+    step = np.array(17)  # whatever is an index
+    with dual_form(model, client, layers=["0", "2"], at_step=step):  # type: ignore[arg-type]
         assert relative(mixed, digits.network()[4](model[:4](images))) <= 1e-6
     assert not torch.equal(mixed, at_17)
     # All of the outer block's layers answered, though through the inner ones.

@@ -11,6 +11,7 @@ import shutil
 import socket
 import threading
 import time
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -261,15 +262,21 @@ def test_nobody_there(queries: np.ndarray) -> None:
     assert "(3 tries)" in str(caught.value)
 
 
-def test_a_server_that_never_says_anything() -> None:
+@pytest.mark.parametrize(
+    "timeout",
+    [0.5, np.float32(0.5), np.float16(0.5), Fraction(1, 2)],
+    ids=["float", "float32", "float16", "Fraction"],
+)
+def test_a_server_that_never_says_anything(timeout: Any) -> None:
+    """Of a float32 gRPC made a time of day that was a minute off: at once, or much later."""
     with (
         socket.create_server(("127.0.0.1", 0)) as silent,
         Client(f"127.0.0.1:{silent.getsockname()[1]}", retry=None) as client,
     ):
         started = time.monotonic()
         with pytest.raises((DeadlineExceededError, UnavailableError)):
-            client.indexes(timeout=0.5)
-        assert time.monotonic() - started < 5
+            client.indexes(timeout=timeout)
+        assert 0.4 < time.monotonic() - started < 5
 
 
 def test_retries_stay_inside_the_deadline() -> None:
@@ -395,16 +402,73 @@ def test_a_closed_client_says_so(server: str, memory: Memory) -> None:
             client.indexes()
 
 
+def test_closing_is_no_cancellation_of_who_asks(memory: Memory) -> None:
+    """Tasks that nobody cancelled ended with asyncio's CancelledError, which is nobody's error."""
+    slow = Slow({"memory": memory.path})
+
+    async def asking(client: AsyncClient) -> asyncio.Task[Any]:
+        await client.indexes()
+        task = asyncio.create_task(client.top_k("fc", ONE))
+        await asyncio.sleep(0.2)
+        return task
+
+    async def closed(address: str) -> None:
+        client = AsyncClient(address)
+        task = await asking(client)
+        await client.close()
+        with pytest.raises(CancelledError, match="closed while it asked"):
+            await task
+        assert not task.cancelled()
+
+    async def cancelled(address: str) -> None:
+        async with AsyncClient(address) as client:
+            task = await asking(client)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert task.cancelled()
+            assert slow.stopped.wait(10)  # and the server is told
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(client.top_k("fc", ONE), 0.2)
+
+    with serving({"memory": memory.path}, catalog=slow) as address:
+        client = Client(address)
+        client.indexes()
+        threading.Timer(0.2, client.close).start()
+        with pytest.raises(CancelledError):
+            client.top_k("fc", ONE)
+        asyncio.run(closed(address))
+        slow.stopped.clear()
+        asyncio.run(cancelled(address))
+
+
+def test_a_client_that_is_closed_between_two_tries_asks_no_more() -> None:
+    """It opened a connection anew, which nothing closed."""
+
+    async def main() -> None:
+        retry = Retry(attempts=10**6, initial=0.01, maximum=0.01)
+        client = AsyncClient(f"127.0.0.1:{free_port()}", retry=retry, timeout=20)
+        task = asyncio.create_task(client.indexes())
+        await asyncio.sleep(0.3)
+        await client.close()
+        with pytest.raises((CancelledError, FailedPreconditionError), match="closed while it"):
+            await task
+
+    asyncio.run(main())
+
+
 def test_what_cannot_be_pickled_or_copied_says_so(remote: Client, local: Client) -> None:
     clients = [remote, local, AsyncClient("localhost:1")]
     for client in clients:
         for way in (pickle.dumps, copy.copy, copy.deepcopy):
-            with pytest.raises(TypeError, match=r"make a .*Client where it is needed"):
+            with pytest.raises(TypeError, match=r"^(Async)?Client can be .*; make one where"):
                 way(client)
     assert remote.top_k("fc", ONE, k=1).rows.shape == (1, 1)
 
 
-@pytest.mark.parametrize("timeout", [1e10, 1e300, 2**70, float("inf")])
+@pytest.mark.parametrize(
+    "timeout", [1e10, 1e300, 2**70, 10**400, float("inf")], ids=lambda t: f"{t}"[:9]
+)
 def test_a_timeout_beyond_all_clocks_is_none(remote: Client, timeout: float) -> None:
     assert remote.top_k("fc", ONE, k=1, timeout=timeout).rows.shape == (1, 1)
 
@@ -422,6 +486,19 @@ def test_errors_survive_pickling() -> None:
 def test_retry_values_are_checked(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgumentError):
         Retry(**wrong)
+
+
+def test_numbers_of_numpys_are_taken_as_pythons() -> None:
+    retry = Retry(
+        attempts=np.int8(127),  # type: ignore[arg-type]
+        initial=np.float32(0.5),  # type: ignore[arg-type]
+        maximum=np.float16(2),  # type: ignore[arg-type]
+        multiplier=np.float32(2),  # type: ignore[arg-type]
+    )
+    assert retry == Retry(127, 0.5, 2.0, 2.0)
+    assert {type(pause) for pause in retry.pauses()} == {float}
+    with pytest.raises(InvalidArgumentError, match="initial=1000"):
+        Retry(initial=10**400)
 
 
 def test_pauses_grow_jitter_and_are_bounded() -> None:

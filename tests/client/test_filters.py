@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 import time
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dualform.client import Filter, InvalidArgumentError, parse_filter
+from dualform.client import Client, Filter, InvalidArgumentError, parse_filter
 from dualform.client._filters import MAX_DEPTH, where_of
 from dualform.engine.errors import InvalidArgumentError as ServerInvalidArgumentError
 from dualform.engine.messages.wire import check_filter
 from dualform.engine.rows.filters import evaluate
 from dualform.v1 import attribution_pb2 as pb
+
+from .memory import D_IN
 
 SYMBOLS = {
     pb.OPERATOR_EQ: "=",
@@ -167,7 +170,8 @@ def test_grammar(text: str, expected: Filter) -> None:
         ("a in (1,)", 9, "literal"),
         ("a in (, 1)", 7, "literal"),
         ("a = . 5", 5, "'.'"),
-        ("a = 9223372036854775808", 5, "64 bits"),
+        ("a = 9223372036854775808", 5, "64 bits; as a floating-point number it is written "),
+        ("a < 9223372036854775808", 5, "is written 9223372036854775808.0"),
         ("a = -9223372036854775809", 6, "64 bits"),
         ("a = " + "9" * 5000, 5, "64 bits"),
     ],
@@ -185,6 +189,17 @@ def test_refusals_point_at_the_place(text: str, position: int, says: str) -> Non
 def test_integers_of_64_bits_are_taken() -> None:
     assert parse_filter("a = -9223372036854775808").comparison.values[0].int64_value == -(2**63)
     assert parse_filter("a = 009223372036854775807").comparison.values[0].int64_value == 2**63 - 1
+
+
+@pytest.mark.parametrize("column", ["noise", "label"])
+def test_numbers_beyond_64_bits_are_written_with_a_point(remote: Client, column: str) -> None:
+    """The server takes what the refusal says, for columns of either kind of number."""
+    query = np.ones((1, D_IN), np.float32)
+    with pytest.raises(InvalidArgumentError, match=r"9223372036854775808\.0$"):
+        remote.top_k("fc", query, where=f"{column} < 9223372036854775808")
+    known = remote.top_k("fc", query, where=f"{column} is not null").coverage.rows
+    for where, rows in ((f"{column} < 9223372036854775808.0", known), (f"{column} > 1e300", 0)):
+        assert remote.top_k("fc", query, where=where).coverage.rows == rows
 
 
 def test_long_chains_and_deep_nests_do_not_end_the_process() -> None:

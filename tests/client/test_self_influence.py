@@ -199,6 +199,29 @@ def test_bad_input(trained: Trained, tmp_path: Path) -> None:
             client.self_influence(index="other")
 
 
+def test_layers_whose_names_are_patterns(tmp_path: Path) -> None:
+    """`[a]` is a pattern that does not match itself, and `*` one that matches all."""
+    torch.manual_seed(0)
+    model = nn.Sequential()
+    for name in ("[a]", "a", "*"):
+        model.add_module(name, nn.Linear(3, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    inputs = torch.randn(4, 3)
+    with Recorder(model, optimizer, tmp_path / "run") as recorder:
+        for _ in range(3):
+            recorder.annotate(example=[0, 1, 2, 3])
+            optimizer.zero_grad()
+            model(inputs).square().mean().backward()
+            optimizer.step()
+    build_index(tmp_path / "run", tmp_path / "index", values=True)
+    with serving({"index": tmp_path / "index"}) as address, Client(address) as client:
+        for layers in ("[a]", "*"):
+            assert client.self_influence(layers=layers).layers == (layers,)
+            found = client.attribute(model, inputs, target=0, layers=[layers])
+            assert found.layers == (layers,)
+        assert client.self_influence(layers=["?", "[a]"]).layers == ("[a]", "a", "*")
+
+
 def test_where_steps_have_metrics_it_is_refused(tmp_path: Path) -> None:
     model = nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())

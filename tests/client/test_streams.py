@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +17,7 @@ from synthetic import make_index
 
 from dualform.client import (
     AsyncClient,
+    CancelledError,
     Client,
     DeadlineExceededError,
     FailedPreconditionError,
@@ -121,6 +124,61 @@ def test_leaving_the_loop_gives_the_rest_up(long: Path) -> None:
                         pass
 
         asyncio.run(some())
+
+
+def test_closing_is_no_cancellation_of_who_takes_a_stream(long: Path) -> None:
+    """asyncio's CancelledError is nobody's error: a group of tasks ended without one."""
+    queries = np.ones((200, 8), np.float32)
+    with serving({"long": long}, catalog=SlowCatalog({"long": long})) as address:
+        client = Client(address)
+        chunks = client.stream_weights("fc", queries)
+        next(chunks)
+        client.close()
+        with pytest.raises(CancelledError):
+            list(chunks)
+
+        async def some() -> None:
+            other = AsyncClient(address)
+            chunks = other.stream_weights("fc", queries)
+            await anext(chunks)
+
+            async def rest() -> int:
+                return len([chunk async for chunk in chunks])
+
+            taking = asyncio.create_task(rest())
+            await asyncio.sleep(0.05)
+            await other.close()
+            with pytest.raises(CancelledError, match="closed while it asked"):
+                await taking
+            assert not taking.cancelled()
+            async with AsyncClient(address) as other:
+                chunks = other.stream_weights("fc", queries)
+                await anext(chunks)
+                taking = asyncio.create_task(rest())
+                await asyncio.sleep(0.05)
+                taking.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await taking
+            assert SlowCatalog.ended.wait(10)
+
+        asyncio.run(some())
+
+
+def test_a_stream_left_open_at_the_end_of_a_program_says_nothing(long: Path) -> None:
+    """Held by a module, it was ended when gRPC's own were gone already."""
+    program = (
+        "import logging, sys\n"
+        "import numpy as np\n"
+        "from dualform.client import Client\n"
+        "chunks = Client(sys.argv[1]).stream_weights('fc', np.ones((200, 8), np.float32))\n"
+        "next(chunks)\n"
+        "logging.chunks = chunks\n"
+    )
+    with serving({"long": long}, catalog=SlowCatalog({"long": long})) as address:
+        command = [sys.executable, "-c", program, address]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert SlowCatalog.ended.wait(10)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_local_stream_that_is_late_or_closed(long: Path) -> None:

@@ -148,7 +148,7 @@ def test_documents_and_spans(
 
 def test_with_a_filter_and_without_spans(trained: Trained, client: Client) -> None:
     found = client.attribute_text(
-        trained.model, Letters(), "the ", "crow", where="document != 'crow'", spans=0, k=4
+        trained.model, Letters(), "the ", "crow", where="document != 'crow'", spans=0, k=np.int8(4)
     )
     assert set(found.documents) == set(DOCUMENTS) - {"crow"}
     assert found.spans == [[], [], []]
@@ -161,7 +161,14 @@ def test_with_a_filter_and_without_spans(trained: Trained, client: Client) -> No
 
 def test_places_far_apart(trained: Trained, client: Client) -> None:
     found = client.attribute_text(
-        trained.model, Letters(), "a fox has a ", "den", position="far", k=1, spans=2, width=4
+        trained.model,
+        Letters(),
+        "a fox has a ",
+        "den",
+        position="far",
+        k=1,
+        spans=np.int8(2),
+        width=np.int8(4),
     )
     assert len(found.spans[0]) == 2
     assert all(span.text is not None and span.score > 0 for span in found.spans[0])

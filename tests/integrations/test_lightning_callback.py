@@ -154,13 +154,19 @@ def test_resumed_at_a_checkpoint(tmp_path: Path) -> None:
     ("annotate", "named", "said"),
     [
         (("author",), True, "no 'author' for column 'author'; it is .*'labels'"),
-        ({"label": 7}, False, "no 7 for column 'label'; it is a list of 3"),
+        ({"label": 7}, False, "no 7 for column 'label'; it is of type list and length 3"),
     ],
 )
 def test_a_column_that_is_not_there(tmp_path: Path, annotate: Any, named: bool, said: str) -> None:
     callback = RecorderCallback(tmp_path / "r", annotate=annotate)
     with pytest.raises(AnnotationError, match=said):
         trainer(tmp_path, callback).fit(Module(), loader(named))
+
+
+@pytest.mark.parametrize("annotate", [("rows",), {"rows": 1}, {7: 1}], ids=repr)
+def test_a_name_that_no_column_has(tmp_path: Path, annotate: Any) -> None:
+    with pytest.raises(AnnotationError, match=r"is no name for a column.* annotate=\{'my_"):
+        RecorderCallback(tmp_path / "r", annotate=annotate)
 
 
 class TwoOptimizers(Module):

@@ -231,6 +231,42 @@ def test_a_column_keeps_its_type(tmp_path: Path, pair: Pair) -> None:
             recorder.annotate(label="one")
 
 
+@pytest.mark.parametrize("none", [[], torch.zeros(0), np.zeros(0, np.int64)], ids=repr)
+def test_an_empty_batch_tells_no_type(tmp_path: Path, pair: Pair, none: Any) -> None:
+    """An empty list was float64, before integers and behind them."""
+    model, optimizer = pair
+    with Recorder(model, optimizer, tmp_path / "r") as recorder:
+        for labels, examples in ((none, none), ([3, 1], ["a", "b"]), (none, none)):
+            recorder.annotate(
+                rows=none if len(labels) == 0 else None, label=labels, example=examples
+            )
+            step(model, optimizer, (len(labels), 4))
+    with Recording.open(tmp_path / "r") as recording:
+        rows = recording.read_rows([record.block for record in recording.passes("")])
+    assert recording.steps == 3
+    assert rows["label"].to_pylist() == [3, 1]
+    assert rows["example"].to_pylist() == ["a", "b"]
+
+
+def test_an_empty_column_of_a_batch_that_is_not_is_refused(tmp_path: Path, pair: Pair) -> None:
+    model, optimizer = pair
+    with Recorder(model, optimizer, tmp_path / "r") as recorder:
+        recorder.annotate(label=[])
+        with pytest.raises(AnnotationError, match=r"annotate\(label=...\) was given shape \[0\]"):
+            step(model, optimizer)
+
+
+@pytest.mark.parametrize("name", ["self", "columns", "cls"])
+def test_a_column_may_have_any_name(tmp_path: Path, pair: Pair, name: str) -> None:
+    model, optimizer = pair
+    with Recorder(model, optimizer, tmp_path / "r") as recorder:
+        recorder.annotate(**{name: [1, 2, 3]})
+        recorder.annotate_step(**{f"{name}_step": 4})
+        recorder.annotate_step(**{name: 5})  # the pass's own stays
+        step(model, optimizer)
+    assert Recording.open(tmp_path / "r").read_rows([0])[name].to_pylist() == [1, 2, 3]
+
+
 def test_closed(tmp_path: Path, pair: Pair) -> None:
     model, optimizer = pair
     recorder = Recorder(model, optimizer, tmp_path / "r")

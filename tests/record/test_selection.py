@@ -71,6 +71,17 @@ def test_patterns(tmp_path: Path, layers: list[str], expected: list[str]) -> Non
 
 
 @pytest.mark.parametrize(
+    ("layers", "expected"),
+    [(["[a]"], ["[a]"]), (["*"], ["*"]), (["?"], ["a", "*"]), (["*", "[[]*"], ["[a]", "*"])],
+)
+def test_what_is_a_name_means_it_alone(
+    tmp_path: Path, layers: list[str], expected: list[str]
+) -> None:
+    model = nn.ModuleDict({name: nn.Linear(2, 2) for name in ("[a]", "a", "*")})
+    assert set(chosen(model, tmp_path / "r", layers)) == set(expected)
+
+
+@pytest.mark.parametrize(
     ("layers", "message"),
     [
         (["nope"], "'nope' matches nothing.*blocks.0.0"),

@@ -202,7 +202,16 @@ def test_no_amount_of_gpu_memory(given: object) -> None:
         gpu_memory(given)
 
 
-@pytest.mark.parametrize(("given", "size"), [("1MiB", 1 << 20), (1 << 20, 1 << 20), (1, 1.0)])
+@pytest.mark.parametrize(
+    ("given", "size"),
+    [
+        (np.float32(0.5), 0.5),
+        (np.int64(1 << 30), 1 << 30),
+        ("1MiB", 1 << 20),
+        (1 << 20, 1 << 20),
+        (1, 1.0),
+    ],
+)
 def test_the_least_of_gpu_memory(given: object, size: float) -> None:
     assert gpu_memory(given) == size
 

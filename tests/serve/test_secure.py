@@ -368,9 +368,10 @@ def test_a_token_opens_its_indexes_alone(indexes: dict[str, Path], tokens: Path)
         assert "three" not in refused.message
         # The only one that a token opens need not be named.
         assert ask(served.channel, "cccccccccccccccc", "").coverage.total == 20
-        assert (
-            refusal(lambda: ask(served.channel, "dddddddddddddddd", "")).reason == "UNKNOWN_INDEX"
-        )
+        for asked in ("", "one", "none"):
+            refused = refusal(lambda: ask(served.channel, "dddddddddddddddd", asked))  # noqa: B023
+            assert refused.reason == "UNKNOWN_INDEX"
+            assert refused.message == "none of the indexes that 'dave' may ask is served"
 
 
 def test_tokens_are_read_again_and_never_logged(

@@ -55,7 +55,7 @@ class Router(Linear):
                 found = original(*args, **kwargs)
             if replaced.times != 1:
                 raise ShapeError(
-                    f"a {type(module).__name__} multiplied {replaced.times} times by its weight as "
+                    f"{type(module).__name__} multiplied {replaced.times} times by its weight as "
                     "it is, where it should once"
                 )
             return found

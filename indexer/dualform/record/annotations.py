@@ -76,7 +76,8 @@ class Annotations:
             if missing is not None:
                 column = Column(filled(column.values, missing), missing.shape)
             converted[name] = column
-            types[name] = self._same(name, kind, "annotate")
+            if column.values.size:  # an empty batch's tell no type: NumPy's default, if any
+                types[name] = self._same(name, kind, "annotate")
         if rows is not None:
             converted[ROWS] = _mask(rows)
         self._types.update(types)
@@ -130,6 +131,8 @@ def _mask(value: Any) -> Column:
     """Which rows are recorded, as a bool column."""
     present, missing = without_nulls(value)
     kind, column = _convert(ROWS, present)
+    if not column.values.size:
+        return Column(column.values.astype(np.bool_), column.shape)
     if missing is not None or kind != "bool":
         given = kind if missing is None else "one with missing values"
         raise AnnotationError(
@@ -173,7 +176,7 @@ def _convert(name: str, value: Any) -> tuple[str, Column]:
             "the call for passes that have no value; where some rows have none, give a pandas "
             "nullable, Arrow or masked array"
         )
-    if name == "example" and kind not in ("int64", "string"):
+    if name == "example" and array.size and kind not in ("int64", "string"):
         raise AnnotationError(
             f"annotate(example=...): an example id is an integer or a string, not {kind}"
         )

@@ -199,7 +199,7 @@ class Recorder:
             raise
         closed_in_the_end(self)
 
-    def annotate(self, *, rows: Any = None, **columns: Any) -> None:
+    def annotate(self, /, *, rows: Any = None, **columns: Any) -> None:
         """Say what the rows of the following passes are, until the next call or step.
 
         Args:
@@ -209,7 +209,7 @@ class Recorder:
             columns: By name; `example` (an id), `label`, `task`, and any others. Each is one value
                 for the whole batch, one per example [batch], or one per row [batch, time]:
                 integers, floating-point numbers, strings or booleans, as lists, NumPy arrays or
-                tensors. Copied at once.
+                tensors. Copied at once. Of an empty batch it is empty, of whatever type.
 
         Raises:
             AnnotationError: A reserved name, a type that cannot be stored, or one that the column
@@ -221,7 +221,7 @@ class Recorder:
         self._check_open()
         self._annotations.set(columns, rows)
 
-    def annotate_step(self, **columns: Any) -> None:
+    def annotate_step(self, /, **columns: Any) -> None:
         """Say what is known of a step once its forward passes have run, such as its loss.
 
             loss.backward()

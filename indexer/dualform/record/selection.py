@@ -74,8 +74,9 @@ def select_layers(
 
     Args:
         model: The whole model.
-        patterns: Names or glob patterns as in `model.named_modules()`; None for every supported
-            layer whose weight is a leaf that the optimizer holds, neither parametrised nor tied.
+        patterns: Names or glob patterns as in `model.named_modules()`; what is a name means that
+            module alone, even where it is a pattern too. None for every supported layer whose
+            weight is a leaf that the optimizer holds, neither parametrised nor tied.
         held: Whether the optimizer holds a parameter.
 
     Raises:
@@ -145,7 +146,9 @@ def _match(
         raise LayerSelectionError(f"{given} names none; None takes all there are")
     wanted: set[str] = set()
     for pattern in patterns:
-        matched = [n for n in modules if n == pattern or fnmatch.fnmatchcase(n, pattern)]
+        # What is a name means it alone, also where it is a pattern: [a], or *.
+        matched = [n for n in modules if fnmatch.fnmatchcase(n, pattern)]
+        matched = [pattern] if pattern in modules else matched
         supported = [name for name in matched if name in refusals]
         if not supported:
             raise LayerSelectionError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from numbers import Integral, Real
 from typing import Any
 
 from dualform.questions.quoted import quoted
@@ -71,12 +72,13 @@ def gpu_memory(given: Any) -> float | int:
         if size is None or size < _LEAST:
             raise wrong
         return size
-    if isinstance(given, bool) or not isinstance(given, (int, float)):
+    number, whole = isinstance(given, Real), isinstance(given, Integral)
+    if not number or isinstance(given, bool):
         raise wrong
     if 0 < given <= 1:
         return float(given)
-    if isinstance(given, int) and _LEAST <= given <= _MOST:
-        return given
+    if whole and _LEAST <= given <= _MOST:
+        return int(given)
     raise wrong
 
 

@@ -59,7 +59,9 @@ class Client:
             )
         if (asked and asked not in allowed) or not allowed:
             raise NotFoundError(
-                f"no index {asked!r} is served to {self.name!r}; there are: {', '.join(allowed)}",
+                f"no index {asked!r} is served to {self.name!r}; there are: {', '.join(allowed)}"
+                if allowed
+                else f"none of the indexes that {self.name!r} may ask is served",
                 field="index",
                 reason="UNKNOWN_INDEX",
             )

@@ -69,6 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         status: int = options.run(options)
+        if status == DONE and isinstance(sys.stdout, _Closed) and sys.stdout.lost:
+            return _complain("standard output is closed, so what this printed went nowhere")
         sys.stdout.flush()
         return status
     except CommandError as error:
@@ -90,10 +92,30 @@ def _prepare_streams() -> None:
     """Output that can always be written: closed goes nowhere, and unknown letters are escaped."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 (for good)
+            nowhere = open(os.devnull, "wb")  # noqa: SIM115 (for good)
+            setattr(sys, name, _Closed(nowhere, encoding="utf-8"))
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+
+
+class _Closed(io.TextIOWrapper):
+    """In the place of a stream that was closed.
+
+    Attributes:
+        lost: Whether more was printed than what is flushed at once: what commands say while they
+            work, which nobody has to hear.
+    """
+
+    lost = False
+
+    def write(self, text: str, /) -> int:
+        self.lost = True
+        return super().write(text)
+
+    def flush(self) -> None:
+        self.lost = False
+        super().flush()
 
 
 def make_parser() -> argparse.ArgumentParser:

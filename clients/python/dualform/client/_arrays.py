@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from fnmatch import fnmatchcase
 from itertools import pairwise
 from typing import Any
 
@@ -238,6 +239,11 @@ def patterns_of(layers: object) -> list[str]:
                 field="layers",
             )
     return patterns
+
+
+def meant(pattern: str, names: Collection[str]) -> list[str]:
+    """Those of the names that a name or glob pattern means: one that is a name means it alone."""
+    return [pattern] if pattern in names else [n for n in names if fnmatchcase(n, pattern)]
 
 
 def text(value: object, field: str) -> str:

@@ -6,13 +6,12 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from dualform.client._arrays import patterns_of
+from dualform.client._arrays import meant, patterns_of
 from dualform.client._calls import checked_call
 from dualform.client._fork import use_torch
 from dualform.client.errors import FailedPreconditionError, InvalidArgumentError
@@ -149,19 +148,17 @@ def _selected(model: torch.nn.Module, layers: str | Sequence[str] | None) -> dic
     found = layers_of(model)
     if layers is None:
         return {name: kind for name, kind in found.items() if not kind.one_hot}
-    patterns = patterns_of(layers)
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in found):
+    chosen: set[str] = set()
+    for pattern in patterns_of(layers):
+        named = meant(pattern, found)
+        if not named:
             raise InvalidArgumentError(
                 f"layers: {pattern!r} matches no linear layer; there are: "
                 f"{', '.join(map(repr, found)) or 'none'}",
                 field="layers",
             )
-    return {
-        name: kind
-        for name, kind in found.items()
-        if any(fnmatchcase(name, pattern) for pattern in patterns)
-    }
+        chosen.update(named)
+    return {name: kind for name, kind in found.items() if name in chosen}
 
 
 def _recorder(name: str, kind: LayerKind, layer: torch.nn.Module, keys: list[torch.Tensor]) -> Any:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
+import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator
-from contextlib import aclosing, closing
+from contextlib import aclosing, closing, suppress
 from typing import Any, NoReturn, TypeVar
+from weakref import WeakSet
 
 from dualform.client._answers import WeightsReader
 from dualform.client._asking import Asking, Pause, Steps
@@ -15,6 +18,7 @@ from dualform.client._transport import AsyncTransport, Transport
 from dualform.client.errors import CallError, DualformError, FailedPreconditionError
 
 T = TypeVar("T")
+_OPEN: WeakSet[Generator[Any, None, None]] = WeakSet()
 
 
 class _Unpicklable:
@@ -23,8 +27,8 @@ class _Unpicklable:
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         name = type(self).__name__
         raise CallError(
-            f"a {name} can be neither pickled nor copied: its connection, or the index that it has "
-            f"open, belongs to this process; make a {name} where it is needed, in each worker"
+            f"{name} can be neither pickled nor copied: its connection, or the index that it has "
+            f"open, belongs to this process; make one where it is needed, in each worker"
         )
 
 
@@ -54,7 +58,9 @@ class Driver(_Unpicklable):
                     yield first
                     yield from messages
 
-        return all_of_them()
+        parts = all_of_them()
+        _OPEN.add(parts)
+        return parts
 
     def _run(self, steps: Steps[T]) -> T:
         _check_open(self._closed)
@@ -125,6 +131,18 @@ class AsyncDriver(_Unpicklable):
         except StopIteration as done:
             result: T = done.value
             return result
+
+
+@atexit.register
+def _end_streams() -> None:
+    """Give up what is open at the interpreter's end, while gRPC still has what that takes."""
+    for parts in list(_OPEN):
+        with suppress(ValueError):  # a thread takes it just now
+            parts.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_OPEN.clear)  # they are the parent's
 
 
 def _check_open(closed: bool) -> None:

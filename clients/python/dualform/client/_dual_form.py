@@ -93,9 +93,9 @@ def dual_form(
     info = client.index(index, timeout=timeout)
     kinds = chosen_layers(model, info, layers)
     chosen = {name: module_of(model, name, kind) for name, kind in kinds.items()}
-    end = _end(info, at_step)
+    at_step = None if at_step is None else _end(info, at_step)
     for name in chosen:
-        check_exact(info.layers[name], None if at_step is None else end)
+        check_exact(info.layers[name], at_step)
     if where is not None or max_residual is not None:
         _check_question(client, info, chosen, where, max_residual, index, timeout)
     _warn_of_another_model(model, client, info, kinds, at_step, index, timeout)
@@ -216,16 +216,15 @@ def _check_model(model: object) -> None:
             )
 
 
-def _end(info: IndexInfo, at_step: int | None) -> int:
-    if at_step is None:
-        return info.steps
-    if not 0 <= int64(at_step, "at_step") <= info.steps:
+def _end(info: IndexInfo, at_step: int) -> int:
+    end = int64(at_step, "at_step")
+    if not 0 <= end <= info.steps:
         raise InvalidArgumentError(
             f"at_step is {at_step}; training had {info.steps} steps, so it is one of 0 to "
             f"{info.steps}",
             field="at_step",
         )
-    return at_step
+    return end
 
 
 def _check_question(

@@ -369,7 +369,11 @@ class _Reader:
         # Python itself refuses to read thousands of digits.
         number = sign * int(digits[:20])
         if not -(2**63) <= number < 2**63:
-            self._refuse(f"{shortened(token.text)} does not fit 64 bits", token.start)
+            self._refuse(
+                f"{shortened(token.text)} does not fit 64 bits; as a floating-point number it is "
+                f"written {shortened(f'{token.text}.0')}",
+                token.start,
+            )
         return value_of(number, "where")
 
     def _missing(self) -> str:

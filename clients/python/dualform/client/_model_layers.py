@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from dualform.client._arrays import patterns_of
+from dualform.client._arrays import meant, patterns_of
 from dualform.client._info import IndexInfo, LayerInfo
 from dualform.client.errors import FailedPreconditionError, InvalidArgumentError, bad_answer
 
@@ -58,14 +57,17 @@ def layers_asked(info: IndexInfo, layers: str | Sequence[str] | None) -> list[st
 
 
 def _matching(info: IndexInfo, patterns: Sequence[str]) -> list[str]:
+    chosen: set[str] = set()
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in info.layers):
+        found = meant(pattern, info.layers)
+        if not found:
             raise InvalidArgumentError(
                 f"layers: {pattern!r} matches no layer of the index; there are: "
                 f"{listed(info.layers)}",
                 field="layers",
             )
-    return [name for name in info.layers if any(fnmatchcase(name, each) for each in patterns)]
+        chosen.update(found)
+    return [name for name in info.layers if name in chosen]
 
 
 def _checked(

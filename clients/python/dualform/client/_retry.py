@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import random
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import inf, isfinite
 from numbers import Integral, Real
 
 from dualform.client.errors import (
@@ -52,12 +52,19 @@ class Retry:
         for name in ("attempts", "initial", "maximum", "multiplier"):
             value = getattr(self, name)
             kind = Integral if name == "attempts" else Real
-            if isinstance(value, bool) or not isinstance(value, kind) or not math.isfinite(value):
+            fits = isinstance(value, kind) and not isinstance(value, bool)
+            try:
+                if not fits or not isfinite(value):
+                    raise TypeError
+                # NumPy's would make pauses of their own precision.
+                plain = int(value) if kind is Integral else float(value)
+            except (TypeError, OverflowError):
                 raise InvalidArgumentError(
                     f"Retry({name}={value!r}): {'an int' if kind is Integral else 'a number'} is "
                     "needed",
                     field=name,
-                )
+                ) from None
+            object.__setattr__(self, name, plain)
         if self.attempts < 1:
             raise InvalidArgumentError(
                 f"Retry(attempts={self.attempts}): at least 1 try is needed; retry=None means "
@@ -100,7 +107,12 @@ class Deadline:
                 f"timeout={timeout!r}: seconds above 0 are needed (math.inf for no limit)",
                 field="timeout",
             )
-        self._timeout = None if timeout is None or timeout > _FOR_EVER_S else timeout
+        try:
+            # A float: gRPC adds it to the time of day, which in a float32 is a minute off.
+            left = inf if timeout is None else float(timeout)
+        except OverflowError:  # an int of hundreds of digits
+            left = inf
+        self._timeout = None if left > _FOR_EVER_S else left
         self._end = None if self._timeout is None else time.monotonic() + self._timeout
 
     def remaining(self) -> float | None:

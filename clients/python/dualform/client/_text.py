@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -166,7 +167,7 @@ class TextQuestion:
         check_tokenizer(self.tokenizer)
         for name, least in (("spans", 0), ("width", 1)):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
                 raise InvalidArgumentError(
                     f"{name} is {value!r}; an integer, {least} or more, is needed", field=name
                 )
@@ -239,7 +240,7 @@ class TextQuestion:
             raise bad_answer(f"places in {self.position!r} that are no integers")
         return [
             Span(first, last, score, self._text(tokens, first, last))
-            for first, last, score in best_spans(places, self.spans, self.width, order)
+            for first, last, score in best_spans(places, int(self.spans), int(self.width), order)
         ]
 
     def _text(self, tokens: list[int] | None, first: int, last: int) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Awaitable, Generator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from dualform.client._between import error_between
 from dualform.client._connection import TOKEN, Connection
 from dualform.client._fork import use_asyncio, use_channels
 from dualform.client.errors import (
+    CancelledError,
     DualformError,
     FailedPreconditionError,
     InternalError,
@@ -37,6 +38,7 @@ _METHODS = {
 
 # Metadata in which the server says what its log calls the call.
 _REQUEST_ID = "x-request-id"
+_CLOSED = "this client was closed while it asked; make a new one"
 
 
 class Transport(Protocol):
@@ -126,12 +128,13 @@ class AsyncGrpcTransport:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._inherited: list[Any] = []
+        self._closed = False
         self._start()
 
     async def call(self, request: Message, timeout: float | None) -> Any:
         try:
-            return await self._method(request)(
-                request, timeout=timeout, metadata=self._connection.metadata
+            return await _outcome(
+                self._method(request)(request, timeout=timeout, metadata=self._connection.metadata)
             )
         except grpc.RpcError as error:
             raise error_of(error, self._connection, timeout) from None
@@ -147,9 +150,12 @@ class AsyncGrpcTransport:
             )
         except grpc.aio.UsageError as error:
             raise closed_meanwhile(error) from None
+        parts = aiter(call)
         try:
-            async for message in call:
-                yield message
+            while True:
+                yield await _outcome(anext(parts))
+        except StopAsyncIteration:
+            return
         except grpc.RpcError as error:
             raise error_of(error, self._connection, timeout) from None
         except KeyError as error:
@@ -159,6 +165,7 @@ class AsyncGrpcTransport:
 
     async def close(self) -> None:
         with self._lock:
+            self._closed = True
             opened = self._of_loop.pop(asyncio.get_running_loop(), None)
             self._of_loop.clear()
         if opened is not None:
@@ -177,6 +184,8 @@ class AsyncGrpcTransport:
             self._inherited.append(self._of_loop)
             self._start()
         with self._lock:
+            if self._closed:  # between two tries, or two parts of a question
+                raise _closed()
             for other in [other for other in self._of_loop if other.is_closed()]:
                 del self._of_loop[other]
             if loop not in self._of_loop:
@@ -224,10 +233,27 @@ def error_of(error: Any, connection: Connection, timeout: float | None) -> Dualf
 def closed_meanwhile(error: Exception) -> DualformError:
     """A call that met a channel which another thread or task had closed."""
     if "closed" in str(error):
-        return FailedPreconditionError(
-            "this client was closed while it asked; make a new one", reason="CLOSED"
-        )
+        return _closed()
     return InternalError(f"{type(error).__name__}: {error}")
+
+
+async def _outcome(waited: Awaitable[Any]) -> Any:
+    """What comes of a call: closing its channel cancels it, and not the task that waits for it.
+
+    Raises:
+        CancelledError: Its channel was closed; asyncio's, where the task is cancelled.
+    """
+    # Cancelled with the task, a gather raises that; of a call that is cancelled it says so.
+    found: Any = (await asyncio.gather(waited, return_exceptions=True))[0]
+    if isinstance(found, asyncio.CancelledError):
+        raise CancelledError(_CLOSED)
+    if isinstance(found, BaseException):
+        raise found
+    return found
+
+
+def _closed() -> FailedPreconditionError:
+    return FailedPreconditionError(_CLOSED, reason="CLOSED")
 
 
 def _unknown_status(error: KeyError) -> InternalError:

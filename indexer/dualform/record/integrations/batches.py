@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from dualform.record.annotations import ROWS
 from dualform.record.errors import AnnotationError
 from dualform.record.recorder import Recorder
 
@@ -40,6 +41,9 @@ class BatchColumns:
 
     Attributes:
         places: What every wanted column is called in a batch, by the name that it gets.
+
+    Raises:
+        AnnotationError: A name that no column can have.
     """
 
     def __init__(self, annotate: Wanted, rows: Rows | None = None) -> None:
@@ -52,6 +56,13 @@ class BatchColumns:
             if isinstance(annotate, Mapping)
             else dict(zip(annotate, annotate, strict=True))
         )
+        for name in self.places:
+            if not isinstance(name, str) or name == ROWS:
+                raise AnnotationError(
+                    f"annotate: {name!r} is no name for a column"
+                    + (", it is which rows are recorded" if name == ROWS else "")
+                    + f"; give it another, as in annotate={{'my_{name}': {name!r}}}"
+                )
 
     @property
     def needed(self) -> set[str]:
@@ -84,9 +95,9 @@ class BatchColumns:
         if not self._asked:
             return value if value is not None and _is_plain(value, batch) else None
         if value is None:
-            what = list(batch) if isinstance(batch, Mapping) else f"{type(batch).__name__}"
+            what = list(batch) if isinstance(batch, Mapping) else f"of type {type(batch).__name__}"
             if isinstance(batch, Sequence):
-                what = f"a {type(batch).__name__} of {len(batch)}"
+                what = f"of type {type(batch).__name__} and length {len(batch)}"
             raise AnnotationError(
                 f"annotate: the batch has no {place!r} for column {name!r}; it is {what}. Give "
                 "names of its columns, or {name: place} where it is a tuple"
