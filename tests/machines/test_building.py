@@ -40,7 +40,11 @@ def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=2e-3)
 
 
-@pytest.fixture(scope="module", params=[None, adamw], ids=["momentum", "adamw"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(None, marks=pytest.mark.slow), adamw],
+    ids=["momentum", "adamw"],
+)
 def recording(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("recorded") / "recording"
     digits.record(path, make=request.param)

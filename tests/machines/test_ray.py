@@ -22,6 +22,7 @@ from dualform.machines.spread import Machines
 from dualform.questions import OutputQuestion, TopKQuestion
 from dualform.v1 import attribution_pb2 as pb
 
+pytestmark = pytest.mark.slow
 LAYER, D_IN = "2", 48
 
 

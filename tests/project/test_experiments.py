@@ -88,6 +88,7 @@ def test_a_wrong_study_is_refused(tmp_path: Path, old: str, new: str, message: s
     assert message in str(refusal.value)
 
 
+@pytest.mark.slow
 def test_a_wrong_study_ends_the_run_without_a_traceback(tmp_path: Path) -> None:
     study = edited(tmp_path, "steps: 200", "steps: many")
     done = run(study, tmp_path, tmp_path / "out")

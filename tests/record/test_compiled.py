@@ -97,6 +97,7 @@ assert torch._dynamo.config.skip_nnmodule_hook_guards
     )
 
 
+@pytest.mark.slow
 def test_a_compiled_function_around_the_model(tmp_path: Path) -> None:
     run(
         tmp_path,
@@ -145,6 +146,7 @@ for given in ("model", "compiled"):
     )
 
 
+@pytest.mark.slow
 def test_compiled_steps(tmp_path: Path) -> None:
     """They move weights as they do unrecorded, and the ledger follows them: compiled arithmetic
     takes Adam's and RAdam's factors from float32 counts of steps."""

@@ -273,6 +273,7 @@ def test_a_weight_used_elsewhere_too(tmp_path: Path) -> None:
     assert recording.marks["2"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 2, 128])
 @pytest.mark.parametrize("lr", [1e-5, 0.05])
 def test_no_false_alarm_in_a_long_run(tmp_path: Path, batch: int, lr: float) -> None:

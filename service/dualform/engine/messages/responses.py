@@ -53,43 +53,48 @@ def top_groups(
     question: TopGroupsQuestion, found: TopGroups, stop: Stop | None
 ) -> pb.TopGroupsResponse:
     """To a TopGroupsQuestion."""
-    return pb.TopGroupsResponse(
+    response = pb.TopGroupsResponse(
         groups=_groups(question.by, found.groups, stop),
-        scores=_tensor(found.scores, stop),
-        counts=_tensor(found.counts, stop),
         coverage=_coverage(found.coverage),
         plan=_plan(question, found.plan),
     )
+    _fill(response, stop, scores=found.scores, counts=found.counts)
+    return response
 
 
 def attribute(
     question: AttributeQuestion, found: Attribution, stop: Stop | None
 ) -> pb.AttributeResponse:
     """To an AttributeQuestion."""
-    return pb.AttributeResponse(
+    response = pb.AttributeResponse(
         groups=_groups(question.by, found.groups, stop),
-        scores=_tensor(found.scores, stop),
-        counts=_tensor(found.counts, stop),
-        by_layer=None if found.by_layer is None else _tensor(found.by_layer, stop),
-        initial=_tensor(found.initial, stop),
-        rows=_tensor(found.rows, stop),
-        residual=_tensor(found.residual, stop),
-        outputs=_tensor(found.outputs, stop),
         coverage=[_coverage(each) for each in found.coverage],
     )
+    _fill(
+        response,
+        stop,
+        scores=found.scores,
+        counts=found.counts,
+        by_layer=found.by_layer,
+        initial=found.initial,
+        rows=found.rows,
+        residual=found.residual,
+        outputs=found.outputs,
+    )
+    return response
 
 
 def self_influence(
     question: SelfInfluenceQuestion, found: SelfInfluence, stop: Stop | None
 ) -> pb.SelfInfluenceResponse:
     """To a SelfInfluenceQuestion."""
-    return pb.SelfInfluenceResponse(
+    response = pb.SelfInfluenceResponse(
         groups=_groups(question.by, found.groups, stop),
-        scores=_tensor(found.scores, stop),
-        counts=_tensor(found.counts, stop),
         total=found.total,
         coverage=_coverage(found.coverage),
     )
+    _fill(response, stop, scores=found.scores, counts=found.counts)
+    return response
 
 
 def sums(question: SumsQuestion, found: Sums, stop: Stop | None) -> pb.SumsResponse:
@@ -187,42 +192,46 @@ def group_bytes(layer: Layer, column: str) -> int:
 def _top_k(
     found: TopK, group_by: str | None, plan: pb.Plan | None, stop: Stop | None
 ) -> pb.TopKResponse:
-    return pb.TopKResponse(
-        rows=_tensor(found.rows, stop),
-        scores=_tensor(found.scores, stop),
+    response = pb.TopKResponse(
         columns=[_column(name, array, stop) for name, array in found.columns.items()],
         groups=_groups(group_by, found.groups, stop),
         coverage=_coverage(found.coverage),
-        counts=None if found.counts is None else _tensor(found.counts, stop),
         plan=plan,
     )
+    _fill(response, stop, rows=found.rows, scores=found.scores, counts=found.counts)
+    return response
 
 
 def _sums(
     found: Sums, group_by: str | None, plan: pb.Plan | None, stop: Stop | None
 ) -> pb.SumsResponse:
-    return pb.SumsResponse(
+    response = pb.SumsResponse(
         groups=_groups(group_by, found.groups, stop),
-        values=_tensor(found.values, stop),
-        counts=_tensor(found.counts, stop),
         coverage=_coverage(found.coverage),
         plan=plan,
     )
+    _fill(response, stop, values=found.values, counts=found.counts)
+    return response
 
 
 def _output(
     found: DualOutput, group_by: str | None, plan: pb.Plan | None, stop: Stop | None
 ) -> pb.DualOutputResponse:
-    return pb.DualOutputResponse(
-        values=_tensor(found.values, stop),
-        initial=_tensor(found.initial, stop),
-        trained=None if found.trained is None else _tensor(found.trained, stop),
+    response = pb.DualOutputResponse(
         groups=_groups(group_by, found.groups, stop),
-        counts=None if found.counts is None else _tensor(found.counts, stop),
         coverage=_coverage(found.coverage),
         plan=plan,
-        residual=None if found.residual is None else _tensor(found.residual, stop),
     )
+    _fill(
+        response,
+        stop,
+        values=found.values,
+        initial=found.initial,
+        trained=found.trained,
+        counts=found.counts,
+        residual=found.residual,
+    )
+    return response
 
 
 def _plan(question: RowsQuestion, plan: Plan) -> pb.Plan | None:
@@ -252,9 +261,12 @@ def _column(name: str, array: pa.Array | pa.ChunkedArray, stop: Stop | None) -> 
     return wire.encode_column(name, array, partial(check_stop, stop))
 
 
-def _tensor(array: npt.NDArray[Any], stop: Stop | None) -> pb.Tensor:
-    check_stop(stop)
-    return wire.encode_tensor(array)
+def _fill(response: Any, stop: Stop | None, **tensors: npt.NDArray[Any] | None) -> None:
+    """Put tensors where they belong in a message: a large one is copied no more than that."""
+    for name, array in tensors.items():
+        if array is not None:
+            check_stop(stop)
+            wire.fill_tensor(getattr(response, name), array, partial(check_stop, stop))
 
 
 def _coverage(coverage: Coverage) -> pb.Coverage:

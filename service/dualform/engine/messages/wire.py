@@ -85,8 +85,20 @@ def encode_id(example: int | str) -> pb.Value:
 
 def encode_tensor(array: npt.NDArray[Any]) -> pb.Tensor:
     """float32, float64, int32 or int64, any shape."""
-    little = array.astype(array.dtype.newbyteorder("<"), copy=False)
-    return pb.Tensor(dtype=_DTYPES[array.dtype], shape=array.shape, data=little.tobytes())
+    tensor = pb.Tensor()
+    fill_tensor(tensor, array)
+    return tensor
+
+
+def fill_tensor(
+    tensor: pb.Tensor, array: npt.NDArray[Any], between: Callable[[], None] = lambda: None
+) -> None:
+    """The same into an empty message; `between` is called between two copies, and may raise."""
+    data = array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
+    between()
+    tensor.dtype = _DTYPES[array.dtype]
+    tensor.shape.extend(array.shape)
+    tensor.data = data
 
 
 def column_type(data_type: pa.DataType) -> pb.ColumnType:
