@@ -44,13 +44,13 @@ from dualform.store.sampling import Sampling
 from dualform.v1 import attribution_pb2 as pb
 
 
-def top_k(question: TopKQuestion, found: TopK, stop: Stop | None) -> pb.TopKResponse:
+def top_k(question: TopKQuestion, found: TopK, stop: Stop | None = None) -> pb.TopKResponse:
     """To a TopKQuestion."""
     return _top_k(found, question.group_by, _plan(question, found.plan), stop)
 
 
 def top_groups(
-    question: TopGroupsQuestion, found: TopGroups, stop: Stop | None
+    question: TopGroupsQuestion, found: TopGroups, stop: Stop | None = None
 ) -> pb.TopGroupsResponse:
     """To a TopGroupsQuestion."""
     response = pb.TopGroupsResponse(
@@ -63,7 +63,7 @@ def top_groups(
 
 
 def attribute(
-    question: AttributeQuestion, found: Attribution, stop: Stop | None
+    question: AttributeQuestion, found: Attribution, stop: Stop | None = None
 ) -> pb.AttributeResponse:
     """To an AttributeQuestion."""
     response = pb.AttributeResponse(
@@ -85,7 +85,7 @@ def attribute(
 
 
 def self_influence(
-    question: SelfInfluenceQuestion, found: SelfInfluence, stop: Stop | None
+    question: SelfInfluenceQuestion, found: SelfInfluence, stop: Stop | None = None
 ) -> pb.SelfInfluenceResponse:
     """To a SelfInfluenceQuestion."""
     response = pb.SelfInfluenceResponse(
@@ -97,20 +97,20 @@ def self_influence(
     return response
 
 
-def sums(question: SumsQuestion, found: Sums, stop: Stop | None) -> pb.SumsResponse:
+def sums(question: SumsQuestion, found: Sums, stop: Stop | None = None) -> pb.SumsResponse:
     """To a SumsQuestion."""
     return _sums(found, question.group_by, _plan(question, found.plan), stop)
 
 
 def dual_output(
-    question: OutputQuestion, found: DualOutput, stop: Stop | None
+    question: OutputQuestion, found: DualOutput, stop: Stop | None = None
 ) -> pb.DualOutputResponse:
     """To an OutputQuestion."""
     return _output(found, question.group_by, _plan(question, found.plan), stop)
 
 
 def explained(
-    question: ExplainQuestion, layer: str, found: Explanation, stop: Stop | None
+    question: ExplainQuestion, layer: str, found: Explanation, stop: Stop | None = None
 ) -> pb.ExplainedLayer:
     """To one layer of an ExplainQuestion."""
     column = question.group_by
