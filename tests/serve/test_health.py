@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -13,6 +14,8 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from synthetic import make_index
+
+from dualform.serve.server import LOOK_S
 
 from .raw import INITIAL_WINDOW_SIZE, call, connect
 from .serving import NOT_SERVING, SERVING, Served, serving
@@ -59,6 +62,26 @@ def test_a_token_learns_of_its_indexes_alone(guarded: Served) -> None:
                 *("", "dualform.v1.AttributionService"),
                 *(f"dualform.index.{name}" for name in names),
             }
+
+
+def test_what_is_found_and_mended_between_two_looks_is_told(
+    index: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A question met it and health said so; when the server looks again, all is well."""
+    with serving({"i": index}) as served:
+
+        async def met() -> int:
+            with monkeypatch.context() as patch:
+                patch.setattr(served.catalog, "reason", lambda name: "rows are nowhere")
+                await served.server._refresh()
+            return served.server._health.statuses["dualform.index.i"]
+
+        time.sleep(1.5 * LOOK_S)
+        assert asyncio.run_coroutine_threadsafe(met(), served.loop).result(60) == NOT_SERVING
+        end = time.monotonic() + 60
+        while served.health("dualform.index.i") != SERVING:
+            assert time.monotonic() < end
+            time.sleep(0.1)
 
 
 def test_who_watches_and_does_not_read_keeps_nobody_from_anything(index: Path) -> None:

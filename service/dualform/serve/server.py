@@ -163,6 +163,8 @@ class Server:
         if config.admin is not None:
             self._admin = AdminServer(config.admin, self.reload_again, self._health)
         self._stopping = threading.Event()
+        # Why indexes are not served, as health and metrics say it.
+        self._told: dict[str, str | None] = {}
         self._sweeping: asyncio.Task[None] | None = None
         self._looking: asyncio.Task[None] | None = None
         self._server = LastingServer(self._make, self._listen)
@@ -301,7 +303,6 @@ class Server:
 
     async def _look(self) -> None:
         """Take versions over as they are published, and return what memory nobody needs."""
-        told: dict[str, str | None] = {}
         begun = quiet = 0
         for look in itertools.count():
             await asyncio.sleep(LOOK_S)
@@ -320,10 +321,8 @@ class Server:
             except Exception:
                 _LOG.exception("newer versions of indexes could not be looked for")
                 continue
-            reasons = {name: catalog.reason(name) for name in catalog.names}
-            if found or reasons != told:
+            if found or self._reasons(catalog) != self._told:
                 await self._tell(found)
-            told = reasons
 
     def _reload_tokens(self, config: ServerConfig) -> list[Change]:
         try:
@@ -351,6 +350,7 @@ class Server:
         """Health and metrics say what is known of the indexes now."""
         self._health.refresh()
         catalog = self._catalog
+        self._told = self._reasons(catalog)
         self._reports.set_indexes(
             [
                 IndexState(
@@ -362,6 +362,10 @@ class Server:
                 for name in catalog.names
             ]
         )
+
+    @staticmethod
+    def _reasons(catalog: Catalog) -> dict[str, str | None]:
+        return {name: catalog.reason(name) for name in catalog.names}
 
     def _listen(self, server: grpc.aio.Server, address: str) -> int:
         if self._certificates is None:
