@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from dualform.engine.messages.catalog import Catalog
+from dualform.engine.messages.writing import write
 from dualform.index import build_index
 from dualform.record import Recorder
 from dualform.serve import policy
@@ -68,7 +69,7 @@ def _asked(catalog: Catalog, request: Any) -> tuple[float, float]:
         for part in itertools.islice(catalog.stream(request, stop), _PARTS):
             part.SerializeToString()
     else:
-        catalog.answer(request, stop).SerializeToString()
+        write(catalog.answer(request, stop), stop)
     stop()
     return last - begin, most
 

@@ -190,7 +190,7 @@ def test_health_is_told_on_the_admin_address(
     running.process.terminate()
     assert running.process.wait(60) == 0
     assert main(["admin", "health", "--admin", admin]) == 2
-    assert "nobody answers" in capsys.readouterr().err
+    assert "no gRPC server answers" in capsys.readouterr().err
 
 
 def test_admin_is_on_this_machine_alone(capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,7 +54,7 @@ def test_promises_stay_below_the_limit() -> None:
 def test_what_never_fits_is_told_without_a_time() -> None:
     never = refused(budget(100, used=10, aside=20), 71)
     assert never.retry_after is None
-    assert "70 are left for questions" in str(never)
+    assert "70 are left for questions, beside what is in use and 20 for messages" in str(never)
     assert "fewer queries" in str(never)
 
 

@@ -292,6 +292,27 @@ def test_one_client_does_not_fill_the_queue() -> None:
     asyncio.run(main())
 
 
+def test_who_is_refused_is_told_how_long_those_that_run_may_take() -> None:
+    """None has ended yet, so the usual time is nobody's experience."""
+
+    async def main() -> None:
+        queue, gate = ScanQueue(1, 0), Gate()
+        running = asyncio.create_task(queue.run(gate.scan))
+        await gate.until(lambda: gate.running == 1)
+        at_once = await queue.run(gate.scan)
+        await asyncio.sleep(0.3)
+        later = await queue.run(gate.scan)
+        assert isinstance(at_once, Refusal) and isinstance(later, Refusal)
+        assert at_once.retry_after is not None and later.retry_after is not None
+        assert 0.1 <= at_once.retry_after <= later.retry_after - 0.1
+        assert later.retry_after >= 0.3
+        gate.open.set()
+        assert await running == "answer"
+        queue.close()
+
+    asyncio.run(main())
+
+
 def test_a_place_given_to_one_who_has_gone_goes_to_the_next() -> None:
     async def main() -> None:
         queue = ScanQueue(1, 100)

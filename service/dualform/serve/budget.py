@@ -128,7 +128,8 @@ class MemoryBudget:
         if size > left:
             return ResourceExhaustedError(
                 f"{what}, and of the {_mib(self.limit)} allowed (`memory` in the server's "
-                f"configuration) {_mib(left)} are left for questions: ask for less at a time, with "
+                f"configuration) {_mib(left)} are left for questions, beside what is in use and "
+                f"{_mib(self._aside)} for messages that are read: ask for less at a time, with "
                 "fewer queries, a smaller k, or fewer groups",
                 reason="MEMORY_LIMIT",
             )

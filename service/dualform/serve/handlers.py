@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError
 
 from dualform.engine.errors import EngineError, InvalidArgumentError
 from dualform.engine.messages.catalog import Catalog
+from dualform.engine.messages.writing import write
 from dualform.serve.budget import MemoryBudget
 from dualform.serve.calls import Answer, Call, Calls, Parts
 from dualform.serve.costs import Experience, kind_of
@@ -79,9 +80,9 @@ def _answer(method: str, request_name: str, service: _Service) -> Answer:
         wanted = _plans_asked(requests)
         with service.memory.lease():
             if len(requests) == 1:
-                return [_found(catalog.answer(requests[0], stop), wanted)]
+                return [_found(catalog.answer(requests[0], stop), wanted, stop)]
             return [
-                Refusal.of(found) if isinstance(found, EngineError) else _found(found, wanted)
+                Refusal.of(found) if isinstance(found, EngineError) else _found(found, wanted, stop)
                 for found in catalog.answer_together(requests, stop)
             ]
 
@@ -203,7 +204,7 @@ def _plans_asked(requests: Sequence[Any]) -> bool:
     return asked
 
 
-def _found(response: Any, plan_wanted: bool) -> _Found:
+def _found(response: Any, plan_wanted: bool, stop: Stop | None = None) -> _Found:
     facts: dict[str, Any] = {}
     fields = response.DESCRIPTOR.fields_by_name
     if "coverage" in fields:
@@ -214,7 +215,7 @@ def _found(response: Any, plan_wanted: bool) -> _Found:
         facts["strategy"] = name.removeprefix("STRATEGY_").lower()
         if not plan_wanted:
             response.ClearField("plan")
-    return _Found(bytes(response.SerializeToString()), facts)
+    return _Found(write(response, stop), facts)
 
 
 def _listed(call: Call, response: Any) -> _Found:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+import math
 import threading
 import time
 from collections import Counter
@@ -112,6 +113,7 @@ class ScanQueue:
         self._waiting: Counter[str] = Counter()
         self._streams: Counter[str] = Counter()
         self._barred: dict[str, float] = {}
+        self._began: dict[_GivenUp, float] = {}
         self._pool = _started(concurrent + 1, prepare)
         self._seconds = _UNKNOWN_S
         self.begun = 0
@@ -169,6 +171,7 @@ class ScanQueue:
         self.begun += 1
         asker.queued_s += time.monotonic() - came
         stop = _GivenUp()
+        self._began[stop] = time.monotonic()
         loop, expected = asyncio.get_running_loop(), asker.expected_s
 
         def timed() -> T | Refusal:
@@ -188,7 +191,7 @@ class ScanQueue:
         future = self._pool.submit(timed)
         # In this order: a caller's next request must find the place free, and nobody need wait
         # while memory is returned, which can take milliseconds.
-        future.add_done_callback(lambda _: _in(loop, self._places.give, cheap_place))
+        future.add_done_callback(lambda _: _in(loop, self._end, stop, cheap_place))
         answer = asyncio.wrap_future(future)
         future.add_done_callback(lambda _: heap.give_back())
         try:
@@ -260,9 +263,15 @@ class ScanQueue:
         self._barred = {who: until for who, until in self._barred.items() if until > now}
         self._barred[client] = now + seconds
 
+    def _end(self, scan: _GivenUp, cheap_place: bool) -> None:
+        del self._began[scan]
+        self._places.give(cheap_place)
+
     def _soon(self) -> float:
-        """Seconds after which a place to wait should be free: a scan's usual time."""
-        return min(30.0, max(0.1, self._seconds))
+        """Seconds after which a place to wait should be free: a scan's usual time, or for as long
+        as the longest of those that run now has been running, if that is longer."""
+        longest = time.monotonic() - min(self._began.values(), default=math.inf)
+        return min(30.0, max(0.1, self._seconds, longest))
 
 
 def _started(threads: int, prepare: Callable[[], None]) -> ThreadPoolExecutor:

@@ -105,7 +105,7 @@ def _asked(call: Any, request: Any, timeout: float) -> Any:
             raise CommandError(details.replace("dualform.index.", "--index ")) from None
         if code in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
             raise CommandError(
-                f"nobody answers: {details}; is `admin` in the server's configuration, and --admin "
-                "the same address?"
+                f"no gRPC server answers: {details}; is `admin` in the server's configuration, and "
+                "--admin the same address?"
             ) from None
         raise CommandError(f"{details} ({code})") from None

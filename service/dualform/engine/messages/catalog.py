@@ -26,6 +26,7 @@ from dualform.engine.messages.batching import answer_together
 from dualform.engine.messages.limits import Limits
 from dualform.engine.messages.opening import Entry, Here, Opener, errors_translated, opened_entry
 from dualform.engine.messages.versions import Change, version_at
+from dualform.engine.messages.writing import size
 from dualform.questions import (
     AttributeQuestion,
     ExamplesQuestion,
@@ -263,9 +264,7 @@ class Catalog:
         with errors_translated():
             response = self._answered(request, stop)
             check_stop(stop)
-            size = response.ByteSize()  # as long as writing it
-            check_stop(stop)
-        self.limits.check_answer(size, "ask for less at a time")
+        self.limits.check_answer(size(response), "ask for less at a time")
         return response
 
     def answer_together(self, requests: Sequence[Any], stop: Stop | None = None) -> list[Any]:
