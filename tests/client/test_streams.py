@@ -181,9 +181,7 @@ def test_a_stream_left_open_at_the_end_of_a_program_says_nothing(long: Path) -> 
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_local_stream_that_is_late_or_closed(
-    long: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_local_stream_that_is_late_or_closed(long: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     queries = np.ones((64, 8), np.float32)
     client = Client.local(long)
     chunks = client.stream_weights("fc", queries, timeout=60)

@@ -302,8 +302,10 @@ def test_who_is_refused_is_told_how_long_those_that_run_may_take() -> None:
         at_once = await queue.run(gate.scan)
         await asyncio.sleep(0.3)
         later = await queue.run(gate.scan)
-        assert isinstance(at_once, Refusal) and isinstance(later, Refusal)
-        assert at_once.retry_after is not None and later.retry_after is not None
+        assert isinstance(at_once, Refusal)
+        assert isinstance(later, Refusal)
+        assert at_once.retry_after is not None
+        assert later.retry_after is not None
         assert 0.1 <= at_once.retry_after <= later.retry_after - 0.1
         assert later.retry_after >= 0.3
         gate.open.set()
