@@ -66,7 +66,7 @@ def memories(draw: st.DrawFn) -> dict[str, object]:
     }
 
 
-@settings(max_examples=count(40, 3000), deadline=None)
+@settings(max_examples=count(20, 3000), deadline=None)
 @given(memories())
 def test_any_split_equals_rational_arithmetic(case: dict) -> None:
     keys, queries, k, order = case["keys"], case["queries"], case["k"], case["order"]

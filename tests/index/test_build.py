@@ -206,6 +206,7 @@ print(json.dumps(int(re.search(r"VmHWM:\\s+(\\d+) kB", status)[1]) * 1024))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs /proc")
 def test_memory_does_not_grow_with_the_recording(tmp_path: Path) -> None:
     peaks = []

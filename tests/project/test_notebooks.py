@@ -68,6 +68,7 @@ def test_one_wrong_digit(tmp_path: Path) -> None:
     assert (tmp_path / "wrong_digit" / "behind.png").stat().st_size > 3000
 
 
+@pytest.mark.slow
 def test_a_continual_learner(tmp_path: Path, data_dir: Path) -> None:
     said = run("continual_learner.ipynb", tmp_path, DUALFORM_DATA=str(data_dir))
     then, measured = re.findall(r"([\d.]+)% from memory, ([\d.]+)% as measured", said)[0]
@@ -77,6 +78,7 @@ def test_a_continual_learner(tmp_path: Path, data_dir: Path) -> None:
     assert len(re.findall(r"clothes masked in", said)) == 2
 
 
+@pytest.mark.slow
 def test_a_language_model(tmp_path: Path, data_dir: Path) -> None:
     said = run("language_model.ipynb", tmp_path, DUALFORM_DATA=str(data_dir))
     losses = [float(each) for each in re.findall(r"epoch \d: loss ([\d.]+)", said)]

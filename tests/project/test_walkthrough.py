@@ -12,6 +12,7 @@ from PIL import Image
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "walkthrough.py"
 
 
+@pytest.mark.slow
 def test_it_runs_and_leaves_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     done = warm.run_file(SCRIPT)

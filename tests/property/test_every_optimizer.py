@@ -147,7 +147,7 @@ class Loop:
 HAPPENS = [*["nothing"] * 6, "frozen", "left out", "group", "overflow"]
 
 
-@settings(max_examples=count(20, 1500), deadline=None, phases=WITHOUT_EXPLAIN)
+@settings(max_examples=count(12, 1500), deadline=None, phases=WITHOUT_EXPLAIN)
 @given(optimizers(), st.data())
 def test_parts_and_remainder_are_the_layer(
     optimizer: tuple[str, dict[str, Any]], data: st.DataObject

@@ -86,7 +86,7 @@ def filters(draw: st.DrawFn, steps: int) -> Filter:
 
 
 @settings(
-    max_examples=count(25, 1500),
+    max_examples=count(12, 1500),
     deadline=None,
     phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],
 )

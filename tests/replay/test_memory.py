@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import warm
 
 # What the second half of a training may add: the ledger, and what malloc keeps. A recording would
@@ -46,6 +47,7 @@ assert (best.result().rows >= 0).all()
 """
 
 
+@pytest.mark.slow
 def test_more_rows_need_no_more_memory() -> None:
     """Of each training, what its last quarter holds more than its second: a peak here and there,
     where the machine is busy, is no growth."""

@@ -95,6 +95,7 @@ def check_answers(client: Client, run: Path, first: int) -> int:
     return int(steps)
 
 
+@pytest.mark.slow
 def test_from_training_to_answers_while_it_runs(
     tmp_path: Path, processes: list[warm.Process]
 ) -> None:
