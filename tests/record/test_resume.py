@@ -5,9 +5,11 @@ from __future__ import annotations
 import shutil
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 import warm
@@ -16,7 +18,9 @@ from torch import nn
 from dualform.engine import Index, verify_index
 from dualform.index import build_index
 from dualform.record import DiskSink, Recorder, ResumeError, recorder
-from dualform.store import ExistsError, recording_cut
+from dualform.store import DamagedError, ExistsError, recording_cut
+from dualform.store.files import write_atomic
+from dualform.store.parquet import write_parquet
 from dualform.store.recording import Recording
 
 from . import reading, resumer
@@ -240,6 +244,32 @@ def test_another_checkpoint_is_refused(
     for step in (29, 31):  # one step off
         with pytest.raises(ResumeError, match=r"checkpoint of that step.*Nothing was dropped"):
             Recorder(model, optimizer, path, resume_at_step=step)
+    assert untouched(path) == before
+
+
+@pytest.mark.parametrize("file", ["rows", "ledger"])
+@pytest.mark.parametrize("content", ["none", "text", "other columns"])
+def test_a_segment_that_lies_is_not_cut(
+    tmp_path: Path, whole: tuple[Path, Path], file: str, content: str
+) -> None:
+    """Its digests are right, as somebody who means harm would have them."""
+    path = Path(shutil.copytree(whole[0], tmp_path / "r"))
+    recording = Recording.open(path)
+    (segment,) = (
+        each for each in recording.segments if each.first_step < 30 < each.first_step + each.steps
+    )
+    entry = getattr(segment, file)
+    data = {
+        "none": b"",
+        "text": (path / "segments" / entry.name).read_bytes().replace(b"step", b"st\xe1p"),
+        "other columns": write_parquet(pa.table({"step": [1, 2]})),
+    }[content]
+    other = write_atomic(path / "segments" / entry.name, data)
+    replace(segment, **{file: other}).save(path / "segments", recording.manifest.layers)
+    before = untouched(path)
+    model, optimizer = resumer.load(whole[1], 30)
+    with pytest.raises((DamagedError, ResumeError), match=entry.name):
+        Recorder(model, optimizer, path, resume_at_step=30)
     assert untouched(path) == before
 
 

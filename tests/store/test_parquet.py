@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 import warm
 
-from dualform.store.parquet import read_parquet
+from dualform.store.parquet import batches, read_parquet
 
 
 def test_a_schema_is_held(tmp_path: Path) -> None:
@@ -24,7 +24,7 @@ def test_a_schema_is_held(tmp_path: Path) -> None:
 PROGRAM = """
 import os, sys
 from pathlib import Path
-from dualform.store.parquet import read_parquet
+from dualform.store.parquet import batches, read_parquet
 before = len(os.listdir("/proc/self/task"))
 table = read_parquet(Path(sys.argv[1]).read_bytes())
 print(table.num_rows, len(os.listdir("/proc/self/task")) - before)
@@ -45,3 +45,34 @@ def test_no_thread_is_started(tmp_path: Path) -> None:
 def test_what_is_no_parquet(data: bytes) -> None:
     with pytest.raises(pa.ArrowException):
         read_parquet(data)
+
+
+def text(*values: bytes) -> pa.Array:
+    """Text of any bytes, which Arrow takes at its word."""
+    array = pa.array(values, pa.binary())
+    return pa.Array.from_buffers(pa.string(), len(array), array.buffers())
+
+
+@pytest.mark.parametrize("dictionaries", [False, True])
+def test_text_that_is_no_utf8(tmp_path: Path, dictionaries: bool) -> None:
+    """Arrow hands it on, and fails where somebody takes a value out."""
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"ab": text(b"good", b"b\xe1d", b"good")}), path)
+    with pytest.raises(UnicodeDecodeError):
+        pq.read_table(path)["ab"].to_pylist()
+    with pytest.raises(pa.ArrowInvalid, match="UTF8"):
+        read_parquet(path.read_bytes(), dictionaries=dictionaries)
+    with path.open("rb") as file, pytest.raises(pa.ArrowInvalid, match="UTF8"):
+        list(batches(file.fileno()))
+
+
+@pytest.mark.parametrize("dictionaries", [False, True])
+def test_a_name_that_is_no_utf8(tmp_path: Path, dictionaries: bool) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"column": text(b"good")}), path, store_schema=False)
+    named = path.read_bytes().replace(b"column", b"col\xe1mn")
+    with pytest.raises(pa.ArrowInvalid, match="name that is no text"):
+        read_parquet(named, dictionaries=dictionaries)
+    path.write_bytes(named)
+    with path.open("rb") as file, pytest.raises(pa.ArrowInvalid, match="name that is no text"):
+        list(batches(file.fileno()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -30,21 +31,23 @@ def read_parquet(
             once, however often it would be written out.
 
     Raises:
-        pyarrow.ArrowException, OSError: Not Parquet, or not of that schema or number of rows.
+        pyarrow.ArrowException, OSError: Not Parquet, not of that schema or number of rows, or with
+            text that is no UTF-8.
     """
     # Not pq.read_table: it goes through a data set's scanner, which is made for larger things.
     # Nor buffered ahead, which is a thread too.
-    file = pq.ParquetFile(pa.BufferReader(data), pre_buffer=False)
+    file = _opened(pa.BufferReader(data))
     if dictionaries:
         text = [
             field.name
             for field in file.schema_arrow
             if field.type in (pa.string(), pa.large_string())
         ]
-        file = pq.ParquetFile(pa.BufferReader(data), pre_buffer=False, read_dictionary=text)
+        file = _opened(pa.BufferReader(data), read_dictionary=text)
     if rows is not None and file.metadata.num_rows != rows:
         raise pa.ArrowInvalid(f"{file.metadata.num_rows:,} rows where {rows:,} belong")
     table = file.read(use_threads=False)
+    table.validate(full=True)
     if schema is None:
         return table
     if table.column_names != schema.names:
@@ -60,11 +63,23 @@ def batches(fd: int, rows: int = 16) -> Iterator[pa.RecordBatch]:
         rows: Of a batch, at most.
 
     Raises:
-        pyarrow.ArrowException, OSError: Not Parquet.
+        pyarrow.ArrowException, OSError: Not Parquet, or with text that is no UTF-8.
     """
     with os.fdopen(os.dup(fd), "rb") as source:
-        file = pq.ParquetFile(source, pre_buffer=False, buffer_size=1 << 20)
-        yield from file.iter_batches(batch_size=rows, use_threads=False)
+        file = _opened(source, buffer_size=1 << 20)
+        for batch in file.iter_batches(batch_size=rows, use_threads=False):
+            batch.validate(full=True)
+            yield batch
+
+
+def _opened(source: Any, **options: Any) -> pq.ParquetFile:
+    """Arrow takes text at its word, and fails where a value is taken out; names it reads here."""
+    try:
+        file = pq.ParquetFile(source, pre_buffer=False, **options)
+        file.schema_arrow.names  # noqa: B018
+    except UnicodeDecodeError as error:
+        raise pa.ArrowInvalid(f"a name that is no text: {error}") from None
+    return file
 
 
 def write_parquet(table: pa.Table, group_bytes: int | None = None) -> bytes:

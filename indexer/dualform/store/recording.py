@@ -142,18 +142,7 @@ class Recording:
 
     def ledger(self) -> Ledger:
         """The ledger of all committed steps, every layer's weight and bias."""
-        rows: list[LedgerRow] = []
-        for segment in self.segments:
-            data = read_checked(self._directory, segment.ledger, RERECORD)
-            path = self._directory / segment.ledger.name
-            try:
-                found = from_parquet(data)
-            except (pa.ArrowException, OSError, TypeError, ValueError) as error:
-                raise DamagedError(path, f"not a ledger ({error})", RERECORD) from None
-            steps = range(segment.first_step, segment.first_step + segment.steps)
-            if any(row.step not in steps for row in found):
-                raise DamagedError(path, "it has steps of another segment", RERECORD)
-            rows.extend(found)
+        rows = [row for segment in self.segments for row in self.ledger_of(segment)]
         try:
             if len(rows) < self.steps:  # before anything is made for so many steps
                 raise ValueError(f"{len(rows):,} rows of ledger for {self.steps:,} steps")
@@ -166,6 +155,23 @@ class Recording:
                     what = f"the ledgers have no row of {parameter}, which the manifest names"
                     raise DamagedError(self._directory, what, RERECORD)
         return ledger
+
+    def ledger_of(self, segment: SegmentTable) -> list[LedgerRow]:
+        """The ledger of a segment's steps.
+
+        Raises:
+            DamagedError: It is not what was written.
+        """
+        data = read_checked(self._directory, segment.ledger, RERECORD)
+        path = self._directory / segment.ledger.name
+        try:
+            found = from_parquet(data)
+        except (pa.ArrowException, OSError, TypeError, ValueError) as error:
+            raise DamagedError(path, f"not a ledger ({error})", RERECORD) from None
+        steps = range(segment.first_step, segment.first_step + segment.steps)
+        if any(row.step not in steps for row in found):
+            raise DamagedError(path, "it has steps of another segment", RERECORD)
+        return found
 
     def passes(self, layer: str) -> Sequence[PassRecord]:
         """A layer's passes, in the order of its row ids."""
@@ -328,7 +334,7 @@ class Recording:
 
     def _rows_of(self, segment: SegmentTable) -> pa.Table:
         if self._open_rows is None or self._open_rows[0] != segment.number:
-            table = self._read_rows(segment)
+            table = self.metadata_of(segment)
             arrays = [
                 table[field.name]
                 if field.name in table.column_names
@@ -338,8 +344,12 @@ class Recording:
             self._open_rows = (segment.number, pa.Table.from_arrays(arrays, schema=self.schema))
         return self._open_rows[1]
 
-    def _read_rows(self, segment: SegmentTable) -> pa.Table:
-        """A segment's metadata, once it is that of its passes."""
+    def metadata_of(self, segment: SegmentTable) -> pa.Table:
+        """The metadata of a segment's rows.
+
+        Raises:
+            DamagedError: It is not what was written, or not that of the segment's passes.
+        """
         path = self._directory / segment.rows.name
         data = read_checked(self._directory, segment.rows, RERECORD)
         try:

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from dualform.store.files import read_checked, sync_directory, write_atomic
-from dualform.store.ledger import from_parquet, to_parquet
-from dualform.store.parquet import read_parquet, write_parquet
+from dualform.store.files import sync_directory, write_atomic
+from dualform.store.ledger import to_parquet
+from dualform.store.parquet import write_parquet
 from dualform.store.recording import Recording
-from dualform.store.recording_format import CLOSED, EXAMPLES, FINAL, RERECORD, SEGMENTS
+from dualform.store.recording_format import CLOSED, EXAMPLES, FINAL, SEGMENTS
 from dualform.store.segment_table import SegmentTable, segment_name
 
 
@@ -50,7 +50,7 @@ def cut_recording(recording: Recording, step: int) -> list[SegmentTable]:
             for name, mark in marks
             if mark.from_step < step and (name, mark) not in last.marks
         ]
-        cut = _cut(directory, replace(last, marks=[*last.marks, *late]), step)
+        cut = _cut(recording, replace(last, marks=[*last.marks, *late]), step)
         if late:  # before the segments go that have them
             replace(last, marks=[*last.marks, *late]).save(directory, layers)
     for name in (CLOSED, FINAL):
@@ -66,7 +66,7 @@ def cut_recording(recording: Recording, step: int) -> list[SegmentTable]:
     return kept
 
 
-def _cut(directory: Path, segment: SegmentTable, step: int) -> SegmentTable:
+def _cut(recording: Recording, segment: SegmentTable, step: int) -> SegmentTable:
     """The segment's steps before this one, with files of their own; its .bin file stays whole."""
     marks = [(name, mark) for name, mark in segment.marks if mark.from_step < step]
     if segment.first_step + segment.steps <= step:
@@ -74,8 +74,8 @@ def _cut(directory: Path, segment: SegmentTable, step: int) -> SegmentTable:
     passes = [(name, record) for name, record in segment.passes if record.step < step]
     blocks = max((record.block + 1 for _, record in passes), default=segment.first_block)
     block_rows = segment.block_rows[: blocks - segment.first_block]
-    rows = read_parquet(read_checked(directory, segment.rows, RERECORD))
-    ledger = from_parquet(read_checked(directory, segment.ledger, RERECORD))
+    rows, ledger = recording.metadata_of(segment), recording.ledger_of(segment)
+    directory = recording.path / SEGMENTS
     stem = segment_name(segment.number, f"cut-{step}")
     return replace(
         segment,
