@@ -336,6 +336,25 @@ def test_a_server_that_is_not_trusted_is_refused_at_once(
         assert not calls
 
 
+@pytest.mark.parametrize(
+    ("start", "end", "what"),
+    [
+        ("20200101000000Z", "20200201000000Z", "has expired"),
+        ("20800101000000Z", "20800201000000Z", "is not yet valid"),
+    ],
+)
+def test_a_certificate_out_of_date(ca: Authority, start: str, end: str, what: str) -> None:
+    """Nothing that is named here helps: it is renewed there, or a clock is wrong."""
+    old = ca.sign_for("old", "DNS:localhost,IP:127.0.0.1", start, end)
+    with (
+        answering(anyone, credentials=credentials(old)) as address,
+        Client(address, tls=ca.certificate) as client,
+        pytest.raises(UnavailableError, match=f"is out of date .*{what}.*: OK\\); renew") as caught,
+    ):
+        client.indexes()
+    assert caught.value.reason == "TLS_REFUSED"
+
+
 def test_one_side_with_tls_and_the_other_without(ca: Authority, of_server: Signed) -> None:
     with (
         answering(anyone) as address,

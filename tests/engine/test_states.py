@@ -5,6 +5,9 @@ Training is torch's own; the weights after every step are copied by the loop.
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -156,6 +159,20 @@ def test_a_trained_layer_is_the_sum_of_all_rows(trained: Trained, tmp_path: Path
         assert np.linalg.norm(found.values - scan.values) <= 1e-6 * np.linalg.norm(scan.values)
         error = np.linalg.norm(found.values - found.trained)
         assert error <= 1e-5 * np.linalg.norm(found.trained)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="paths are bytes there")
+def test_a_path_that_is_no_utf8(trained: Trained, tmp_path: Path) -> None:
+    """safetensors takes no such path; its error was told as damage."""
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))
+    shutil.copytree(trained.path, path)
+    assert verify_index(path).ok
+    with Index.open(path, device="cpu") as index, Index.open(trained.path) as expected:
+        for step in (None, 7):
+            np.testing.assert_array_equal(
+                index.dual_output("0", queries("0"), at_step=step).values,
+                expected.dual_output("0", queries("0"), at_step=step).values,
+            )
 
 
 def test_a_damaged_state_is_refused(tmp_path: Path) -> None:

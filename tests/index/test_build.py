@@ -292,7 +292,7 @@ def test_a_disk_without_space_is_said_and_keeps_nothing(
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
-        with pytest.raises(NoSpaceError, match=r"no space left.*choose another disk"):
+        with pytest.raises(NoSpaceError, match=r"`ulimit -f`.*choose another disk"):
             build_index(tmp_path / "recording", tmp_path / "second")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

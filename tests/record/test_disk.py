@@ -103,8 +103,8 @@ def fill(path: Path, sink: DiskSink) -> tuple[int, str]:
     return steps, str(caught.value)
 
 
-def check_full(path: Path, steps: int, message: str) -> None:
-    assert "no space left" in message
+def check_full(path: Path, steps: int, message: str, why: str = "no space left") -> None:
+    assert why in message
     assert "free some space" in message
     recording = Recording.open(path)
     assert not recording.complete
@@ -174,7 +174,7 @@ def test_a_file_size_limit(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
-    check_full(tmp_path / "r", 2000, message)
+    check_full(tmp_path / "r", 2000, message, "`ulimit -f`")
 
 
 def test_the_loops_own_exception_is_not_hidden(

@@ -117,7 +117,7 @@ def test_a_constructor_that_fails(
 def test_a_full_disk_at_the_start(tmp_path: Path) -> None:
     """No byte may be written (EFBIG, by the kernel)."""
     model, optimizer = network()
-    refused = pytest.raises(RecordingFailedError, match=r"no space left.*free some")
+    refused = pytest.raises(RecordingFailedError, match=r"`ulimit -f`.*free some")
     with leaves_nothing(model, optimizer, tmp_path / "r"), no_space(), refused:
         Recorder(model, optimizer, tmp_path / "r")
     works_afterwards(model, optimizer, tmp_path / "r")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
 import digits
@@ -151,9 +153,11 @@ def test_lstm_with_positions(tmp_path: Path) -> None:
 def test_a_first_run_in_another_process(
     tmp_path: Path, first: FirstRun, queries: dict[str, np.ndarray]
 ) -> None:
-    first.save(tmp_path / "first.safetensors")
+    # On Linux, a path that is no text.
+    name = os.fsdecode(b"caf\xe9.safetensors") if sys.platform == "linux" else "first.safetensors"
+    first.save(tmp_path / name)
     answers = []
-    for run in (first, FirstRun.load(tmp_path / "first.safetensors")):
+    for run in (first, FirstRun.load(tmp_path / name)):
         replay = Replay(run)
         output = replay.dual_output("2", queries["2"])
         training.mlp(replay)

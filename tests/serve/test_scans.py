@@ -315,6 +315,27 @@ def test_who_is_refused_is_told_how_long_those_that_run_may_take() -> None:
     asyncio.run(main())
 
 
+def test_one_that_runs_for_long_says_nothing_of_the_other_places() -> None:
+    async def main() -> None:
+        queue, long, short = ScanQueue(2, 0), Gate(), Gate()
+        running = [asyncio.create_task(queue.run(long.scan))]
+        await long.until(lambda: long.running == 1)
+        await asyncio.sleep(1)
+        begin = time.monotonic()
+        running.append(asyncio.create_task(queue.run(short.scan)))
+        await short.until(lambda: short.running == 1)
+        refused = await queue.run(long.scan)
+        assert isinstance(refused, Refusal)
+        assert refused.retry_after is not None
+        assert 0.1 <= refused.retry_after <= max(0.1, time.monotonic() - begin)
+        long.open.set()
+        short.open.set()
+        assert await asyncio.gather(*running) == ["answer"] * 2
+        queue.close()
+
+    asyncio.run(main())
+
+
 def test_a_place_given_to_one_who_has_gone_goes_to_the_next() -> None:
     async def main() -> None:
         queue = ScanQueue(1, 100)

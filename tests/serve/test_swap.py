@@ -143,6 +143,22 @@ def test_a_reload_meets_damage_to_what_is_served(
         assert refusal(lambda: rows(served)).code == grpc.StatusCode.DATA_LOSS
 
 
+def test_an_index_that_has_gone_is_damaged_until_it_is_back(versions: list[Path]) -> None:
+    """A reload while its disk is away said that there was no index of that name."""
+    first, second = versions
+    with serving({"a": first, "b": second}) as served:
+        away = first.rename(first.with_name("away"))
+        for _ in range(2):
+            served.reload(paths_of(served, a=first, b=second))
+            found = refusal(lambda: rows(served, "a"))
+            assert (found.code, found.reason) == (grpc.StatusCode.DATA_LOSS, "DAMAGED")
+            assert "is its disk mounted?" in found.message
+        assert rows(served, "b") == ROWS[1]
+        away.rename(first)
+        served.reload(paths_of(served, a=first, b=second))
+        assert rows(served, "a") == ROWS[0]
+
+
 def test_a_change_to_any_file_is_seen(tmp_path: Path) -> None:
     rng = np.random.default_rng(4)
     keys = rng.standard_normal((40, 6)).astype(np.float32)

@@ -138,7 +138,7 @@ class _Build:
             for name, layer in plan.layers.items()
         }
         with (
-            ShardWriter(directory, plan.largest_file(), pack=plan.options.pack) as writer,
+            ShardWriter(directory, plan.largest_file, pack=plan.options.pack) as writer,
             ThreadPoolExecutor(1, "dualform-read-ahead") as ahead,
         ):
             spaces = [

@@ -34,6 +34,8 @@ from dualform.store.ledger import to_parquet
 from dualform.store.recording import LayerSpec
 
 State = Mapping[str, np.ndarray]
+ByParameter = Mapping[str, State]
+"""A parameter and its optimizer's buffers, by its name."""
 Share = Callable[[str], "FileEntry | None"]
 """Puts a file that an earlier version of the index has below the new one; None where none has it,
 or where it may have changed."""
@@ -92,14 +94,15 @@ def finish(
         share: Of files that do not change while training goes on.
     """
     source = plan.source
-    initial, final = source.initial(), source.final()
+    initial, last = _by_parameter(source.initial()), source.final()
+    final = None if last is None else _by_parameter(last)
     writers = {
         name: _Layer(directory, layer.spec, share or _nothing)
         for name, layer in plan.layers.items()
     }
     # An index without values has no use for the states kept on the way.
     for step, read in source.states() if plan.options.values else ():
-        state = cache(read)
+        state = cache(lambda read=read: _by_parameter(read()))
         for writer in writers.values():
             writer.add_state(step, state)
     layers: dict[str, IndexLayer] = {}
@@ -127,6 +130,15 @@ def finish(
     sync_directory(directory)
 
 
+def _by_parameter(state: State) -> ByParameter:
+    """Grouped once for all layers: of a thousand layers each would look through them all."""
+    found: dict[str, dict[str, np.ndarray]] = {}
+    for name, array in state.items():
+        for parameter in {name, name.partition(":")[2]}:
+            found.setdefault(parameter, {})[name] = array
+    return found
+
+
 def make_directories(directory: Path, plan: Plan) -> None:
     """The folders of an index under construction."""
     (directory / "rows").mkdir(exist_ok=True)
@@ -141,7 +153,7 @@ class _Layer:
         self._directory, self._spec, self._share = directory, spec, share
         self._states: list[tuple[int, FileEntry]] = []
 
-    def add_state(self, step: int, state: Callable[[], State]) -> None:
+    def add_state(self, step: int, state: Callable[[], ByParameter]) -> None:
         """Write the state after so many steps, if the recording kept the layer's."""
         which = f"states-{step}"
         entry = self._share(self._name(which))
@@ -151,7 +163,7 @@ class _Layer:
             self._states.append((step, entry))
 
     def finish(
-        self, plan: Plan, made: MadeLayer, initial: State, final: State | None
+        self, plan: Plan, made: MadeLayer, initial: ByParameter, final: ByParameter | None
     ) -> IndexLayer:
         """Write the rest; what the rows add up to is let go of after.
 
@@ -166,7 +178,7 @@ class _Layer:
         if summed is not None and summed.total is not None:
             groups = plan.parts.spaces[number]
             parts = write_parts(self._directory, spec, groups, summed.parts)
-            rebuilt = self._write("rebuilt", summed.total)
+            rebuilt = self._write("rebuilt", _by_parameter(summed.total))
         directions = None
         if made.directions is not None:
             name = layer_file(spec.name, "directions.npy")
@@ -196,12 +208,12 @@ class _Layer:
             dropped=plan.source.dropped(spec.name),
         )
 
-    def _write(self, which: str, state: State) -> FileEntry:
+    def _write(self, which: str, state: ByParameter) -> FileEntry:
         """The layer's weight, bias and optimizer buffers, by the names the recording uses."""
         spec = self._spec
         parameters = [spec.weight] + ([] if spec.bias is None else [spec.bias])
-        names = [n for n in state if n in parameters or n.partition(":")[2] in parameters]
-        data = save_safetensors({n: np.ascontiguousarray(state[n]) for n in names})
+        arrays = {n: a for each in parameters for n, a in state.get(each, {}).items()}
+        data = save_safetensors({n: np.ascontiguousarray(a) for n, a in arrays.items()})
         name = self._name(which)
         entry = write_atomic(self._directory / name, data)
         return FileEntry(name, entry.bytes, entry.xxh3)

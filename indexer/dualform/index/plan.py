@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -138,22 +139,25 @@ class Plan:
 
     def rows_per_shard(self, space: Space) -> int:
         """The rows of a shard: fewer than asked for where a file would outgrow its bytes."""
-        widest = max(max(self.layers[name].row_bytes) for name in space.layers)
-        return max(1, min(int(self.options.shard_rows), SHARD_BYTES // widest))
+        return max(1, min(int(self.options.shard_rows), SHARD_BYTES // self._widest(space)))
 
     def shards(self, space: Space) -> list[tuple[int, int]]:
         """Which rows each shard of a space has: its first, and the one after its last."""
         step = self.rows_per_shard(space)
         return [(first, min(first + step, space.rows)) for first in range(0, space.rows, step)]
 
+    @cached_property
     def largest_file(self) -> int:
         """Bytes of the largest file of keys or values."""
         sizes = [
-            min(self.rows_per_shard(space), space.rows) * max(self.layers[name].row_bytes)
+            min(self.rows_per_shard(space), space.rows) * self._widest(space)
             for space in self.spaces
-            for name in space.layers
         ]
         return max(sizes, default=0) + 4096
+
+    def _widest(self, space: Space) -> int:
+        """Bytes of a row of its layers' keys or values, whichever is more."""
+        return max(max(self.layers[name].row_bytes) for name in space.layers)
 
     def most_keys(self) -> int:
         """How many distinct keys are remembered of a layer."""

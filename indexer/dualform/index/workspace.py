@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dualform.store.errors import BusyError, ExistsError, NoSpaceError, WriteError
-from dualform.store.files import FAILING, FULL, sync_directory
+from dualform.store.files import FAILING, FULL, sync_directory, why_full
 from dualform.store.lock import WriterLock
 from dualform.store.versions import make_newest
 
@@ -34,7 +34,7 @@ def failures_told(target: Path, nbytes: int, remedy: str = "") -> Iterator[None]
     except OSError as error:
         if error.errno in FULL:
             raise NoSpaceError(
-                f"{target}: there is no space left; keys and values alone take {nbytes:,} bytes. "
+                f"{target}: {why_full(error)}; keys and values alone take {nbytes:,} bytes. "
                 f"Nothing of it was kept: free some space or choose another disk{remedy}"
             ) from error
         if error.filename is None and error.errno in FAILING:

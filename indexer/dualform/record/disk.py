@@ -17,7 +17,7 @@ from dualform.record.coverage import size_text
 from dualform.record.errors import OptionError, RecordingExistsError, RecordingFailedError
 from dualform.record.sink import CapturedPass, State, StepBatch
 from dualform.store.errors import BusyError, ExistsError
-from dualform.store.files import FULL
+from dualform.store.files import FULL, why_full
 from dualform.store.ledger import InexactMark
 from dualform.store.lock import WriterLock
 from dualform.store.recording import Recording
@@ -308,7 +308,9 @@ def _is_full(error: BaseException | None) -> bool:
 
 
 def _what(error: BaseException | None) -> str:
-    return "there is no space left" if _is_full(error) else f"writing failed ({error!r})"
+    if isinstance(error, OSError) and _is_full(error):
+        return why_full(error)
+    return f"writing failed ({error!r})"
 
 
 def _stop(writer: RecordingWriter) -> None:

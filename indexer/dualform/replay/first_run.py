@@ -21,7 +21,7 @@ from dualform.replay.answers import KeySums
 from dualform.replay.errors import ReplayError
 from dualform.replay.questions import Question
 from dualform.replay.tiles import Tiles
-from dualform.store.files import digest, write_atomic
+from dualform.store.files import digest, named_in_utf8, write_atomic
 from dualform.store.ledger import InexactMark, Ledger, LedgerRow, from_parquet, to_parquet
 from dualform.store.recording_format import LayerSpec, RecordingManifest
 from dualform.store.sampling import Sampling
@@ -181,7 +181,7 @@ class FirstRun:
             FileNotFoundError: Nothing is there.
         """
         try:
-            with safe_open(path, "numpy") as file:
+            with named_in_utf8(path) as name, safe_open(name, "numpy") as file:
                 about = json.loads((file.metadata() or {}).get("dualform", "{}"))
                 arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             if about.get("format") not in (_FORMAT, _OF_INPUTS):

@@ -27,6 +27,10 @@ from dualform.store.errors import DamagedError, TooManyFilesError, UnreadableErr
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """What writing to a full disk fails with."""
+_WHY_FULL = {
+    errno.EDQUOT: "the quota is used up",
+    errno.EFBIG: "files may not become so large (`ulimit -f`)",
+}
 FAILING = frozenset({errno.EIO, errno.ENXIO, errno.ENODEV, errno.EROFS, errno.ESTALE})
 """What writing to an open file fails with where its disk is broken, gone, or read-only by now."""
 
@@ -40,6 +44,28 @@ _MOST_BYTES = 2**62
 _FOLDER = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_DIRECTORY", 0)
 # Not to wait for a pipe's other end, should one take the file's place at the last moment.
 _FILE = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+
+
+def why_full(error: OSError) -> str:
+    """In words, what an error of `FULL` says."""
+    return _WHY_FULL.get(error.errno or 0, "there is no space left")
+
+
+@contextmanager
+def named_in_utf8(path: str | os.PathLike[str]) -> Iterator[str]:
+    """A file's path for a library that takes no other names than UTF-8: where it has another, one
+    that the system gives (Linux) and that holds until the end."""
+    name = os.fspath(path)
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            yield f"/proc/self/fd/{fd}"
+        finally:
+            os.close(fd)
+    else:
+        yield name
 
 
 @dataclass(frozen=True)

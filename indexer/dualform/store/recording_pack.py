@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from dualform.store.errors import NoSpaceError, WriteError
-from dualform.store.files import FAILING, FULL
+from dualform.store.files import FAILING, FULL, why_full
 from dualform.store.lock import WriterLock
 from dualform.store.packing import PLAIN
 from dualform.store.recording import Recording
@@ -120,7 +120,7 @@ def _packed_segment(
         (directory / name).unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno in FULL:
             raise NoSpaceError(
-                f"{directory / old.bin}: there is no space for it packed beside it. It stays as it "
+                f"{directory / old.bin}: {why_full(error)} for it packed beside it. It stays as it "
                 "is, and segments that are packed stay packed: free some space and pack again"
             ) from None
         if isinstance(error, OSError) and error.errno in FAILING:

@@ -171,7 +171,8 @@ class ScanQueue:
         self.begun += 1
         asker.queued_s += time.monotonic() - came
         stop = _GivenUp()
-        self._began[stop] = time.monotonic()
+        if not cheap_place:
+            self._began[stop] = time.monotonic()
         loop, expected = asyncio.get_running_loop(), asker.expected_s
 
         def timed() -> T | Refusal:
@@ -264,14 +265,14 @@ class ScanQueue:
         self._barred[client] = now + seconds
 
     def _end(self, scan: _GivenUp, cheap_place: bool) -> None:
-        del self._began[scan]
+        self._began.pop(scan, None)
         self._places.give(cheap_place)
 
     def _soon(self) -> float:
-        """Seconds after which a place to wait should be free: a scan's usual time, or for as long
-        as the longest of those that run now has been running, if that is longer."""
-        longest = time.monotonic() - min(self._began.values(), default=math.inf)
-        return min(30.0, max(0.1, self._seconds, longest))
+        """Seconds after which a place to wait should be free: a scan's usual time, or as long as
+        no place has become free, which is where the last scan began, if that is longer."""
+        since = time.monotonic() - max(self._began.values(), default=math.inf)
+        return min(30.0, max(0.1, self._seconds, since))
 
 
 def _started(threads: int, prepare: Callable[[], None]) -> ThreadPoolExecutor:

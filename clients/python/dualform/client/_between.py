@@ -25,6 +25,7 @@ from dualform.client.errors import (
 REQUEST_TOO_LARGE = "REQUEST_TOO_LARGE"
 
 _STATUS = re.compile(r"http2 header with status: (\d+)")
+_OUT_OF_DATE = re.compile("certificate (has expired|is not yet valid)")
 _CERTIFICATE = re.compile("CERTIFICATE_VERIFY_FAILED|[Hh]ostname|[Pp]eer name")
 # gRPC's own words, on this side; a server's refusals have theirs.
 _LATE = re.compile("[Dd]eadline [Ee]xceeded")
@@ -105,6 +106,12 @@ def _of_status(status: int, server: str) -> DualformError:
 def _unreachable(message: str, connection: Connection) -> UnavailableError:
     """Why no server answers, in words, and a reason where trying again can't help."""
     server, encrypted = connection.server, connection.credentials is not None
+    if encrypted and _OUT_OF_DATE.search(message):
+        return UnavailableError(
+            f"the certificate of {server} is out of date ({message}); renew it there and reload "
+            "the server, or set the clock that is wrong, here or there",
+            reason=TLS_REFUSED,
+        )
     if encrypted and _CERTIFICATE.search(message):
         return UnavailableError(
             f"the certificate of {server} is not trusted ({message}); name the authority that "

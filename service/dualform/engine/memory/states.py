@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from dualform.engine.memory.float64 import BLOCK_BYTES, FEW, dots
 from dualform.store.errors import DamagedError
-from dualform.store.files import FileEntry, check_digest, identity, read_some, status
+from dualform.store.files import FileEntry, check_digest, identity, named_in_utf8, read_some, status
 from dualform.store.index import REBUILD, IndexLayer
 
 State = Mapping[str, torch.Tensor]
@@ -57,7 +57,8 @@ class States:
             if entry.name not in self._mapped:
                 path = check_digest(self._directory, entry, REBUILD)
                 try:
-                    self._mapped[entry.name] = (now, load_file(path))
+                    with named_in_utf8(path) as name:
+                        self._mapped[entry.name] = (now, load_file(name))
                 except (SafetensorError, ValueError, TypeError) as error:
                     raise DamagedError(path, f"not a state ({error})", REBUILD) from None
                 now = identity(status(self._directory, entry, REBUILD))

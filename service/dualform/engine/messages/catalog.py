@@ -209,6 +209,11 @@ class Catalog:
             )
         entry = self._opened(name, path, None if old is None or not sound else old.index)
         version = entry.version
+        if isinstance(entry.error, NotFoundError) and self._paths.get(name) == path:
+            entry.error = DataLossError(
+                f"{path} was served and is no index any more: reload the server when it is there "
+                "again (is its disk mounted?)"
+            )
         if entry.index is not None:
             with suppress(DataLossError, CancelledError):  # `damage` says it
                 entry.index.verify_files(stop)

@@ -70,8 +70,8 @@ class Limits:
         """
         if size > self.max_message_bytes:
             raise ResourceExhaustedError(
-                f"the answer would be {size / _MIB:,.1f} MiB, and a message holds at most "
-                f"{self.max_message_mib:,} MiB: {remedy}",
+                f"the answer would be up to {size:,} bytes, and a message holds at most "
+                f"{self.max_message_bytes:,}: {remedy}",
                 reason="ANSWER_TOO_LARGE",
             )
 

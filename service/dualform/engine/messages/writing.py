@@ -7,6 +7,7 @@ arrays are opened, an array's data is taken as it is, and all else is left to pr
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from functools import cache, partial
 from math import prod
@@ -38,12 +39,13 @@ def write(message: Any, stop: Stop | None = None) -> bytes:
     Raises:
         CancelledError: `stop` returned True.
     """
-    found = []
+    whole = io.BytesIO()  # not a list of pieces, joined: each would be there twice
     for _, made in _pieces(message):
+        piece = made()
         check_stop(stop)
-        found.append(made())
-    check_stop(stop)
-    return b"".join(found)
+        whole.write(piece)
+        check_stop(stop)
+    return whole.getvalue()
 
 
 def size(message: Any) -> int:
@@ -52,7 +54,7 @@ def size(message: Any) -> int:
 
 
 def _pieces(message: Any) -> list[_Piece]:
-    if isinstance(message, pb.Tensor):
+    if isinstance(message, pb.Tensor) and message.dtype in _BYTES:
         head = pb.Tensor(dtype=message.dtype, shape=message.shape).SerializeToString()
         length = _BYTES[message.dtype] * prod(message.shape)
         if not length:
