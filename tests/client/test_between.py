@@ -381,20 +381,20 @@ def test_what_tries_took_of_the_time_is_told(kind: type) -> None:
 
     def answer(stream: int, body: bytes) -> bytes:
         if len(calls) == 1:
-            time.sleep(0.5)
+            time.sleep(1)
             return status(503)(stream)
         go_on.wait(30)
         return b""
 
     with http2(answer, calls) as address:
         try:
-            error = refused(kind, address, timeout=1.5)
+            error = refused(kind, address, timeout=5)
         finally:
             go_on.set()
     assert len(calls) == 2
-    said = re.match(r"no answer within (\S+) s; .* \(of timeout=1.5 s, tries and parts", str(error))
+    said = re.match(r"no answer within (\S+) s; .* \(of timeout=5 s, tries and parts", str(error))
     assert said is not None, error
-    assert float(said[1]) <= 1.0
+    assert float(said[1]) <= 4.0
 
 
 def test_a_servers_own_words_for_what_came_late_are_kept() -> None:

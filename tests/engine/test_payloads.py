@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from synthetic import make_recording
 from dualform.engine import Index
 from dualform.engine.errors import DataLossError
 from dualform.index import build_index
-from dualform.store import IndexManifest
+from dualform.store import DamagedError, IndexManifest
 from dualform.store.files import FileEntry, digest, read_json, write_sealed
+from dualform.store.recording import Recording
 from dualform.store.recording_writer import Examples
 
 MIB = 1 << 20
@@ -88,6 +90,77 @@ def test_a_flipped_byte_is_found_where_it_is_read(tmp_path: Path) -> None:
         with pytest.raises(DataLossError, match=r"examples\.bin"):
             index.verify_files()
         assert index.damage is None  # no other answer is made of them
+
+
+def hostile(old: bool) -> list[pa.Table]:
+    """Tables of payloads whose columns are of no type that they may have, or say what can't be."""
+    good: dict[str, Any] = {"id": pa.array([1, 2]), "kind": pa.array(["text", "bytes"])}
+    if old:
+        good |= {"data": pa.array([b"a", b"b"])}
+    else:
+        digests = pa.array([int(digest(each), 16) for each in (b"a", b"b")], pa.uint64())
+        good |= {"offset": pa.array([0, 1]), "bytes": pa.array([1, 1]), "xxh3": digests}
+    nested = pa.array([[1], [2]])
+    for _ in range(110):
+        nested = pa.ListArray.from_arrays(pa.array([0, 1, 2], pa.int32()), nested)
+    wrong = [
+        pa.array([0.0, 1.0]),
+        pa.array([0, 2**62], pa.timestamp("us")),
+        pa.array([0, 2**31 - 1], pa.date32()),
+        pa.array([0, 2**62], pa.duration("ms")),
+        pa.array([1, 2]).cast(pa.decimal128(38, 0)),
+        pa.array([1, 2], pa.timestamp("us", "no/where")),
+        pa.array([None, 1]),
+        pa.array([1, 2], pa.int8()),
+        pa.array([[1], [2]]),
+        nested,
+    ]
+    tables = [
+        pa.table({**good, name: column})
+        for name in good
+        for column in wrong
+        if column.type != good[name].type or column.null_count
+    ]
+    tables.append(pa.table({**good, "kind": pa.array(["text", "x"])}))
+    if not old:
+        tables.append(pa.table({**good, "id": pa.array([1, 1])}))
+    return tables
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["table", "older index"])
+def test_a_table_that_lies_is_damage(tmp_path: Path, old: bool) -> None:
+    record(tmp_path / "r", ([1, 2], ["a", b"b"]))
+    build_index(tmp_path / "r", tmp_path / "index")
+    file = tmp_path / "index/examples.parquet"
+    for table in hostile(old):
+        pq.write_table(table, file)
+        data = file.read_bytes()
+        manifest = read_json(tmp_path / "index/manifest.json", "")
+        del manifest["xxh3"]
+        manifest["examples"] = FileEntry(file.name, len(data), digest(data)).to_json()
+        if old:
+            manifest["payloads"] = None
+        write_sealed(tmp_path / "index/manifest.json", manifest)
+        with (
+            Index.open(tmp_path / "index", device="cpu") as index,
+            pytest.raises(DataLossError, match=r"examples\.parquet: not payloads"),
+        ):
+            index.examples([1, 2])
+
+
+def test_a_recordings_table_that_lies_is_damage(tmp_path: Path) -> None:
+    record(tmp_path / "r", ([1, 2], ["a", b"b"]), ([3], [b"c"]))
+    file = tmp_path / "r/examples/000001.parquet"
+    words = pa.table({"id": ["3"], "kind": ["bytes"], "data": pa.array([b"c"])})
+    recording = Recording.open(tmp_path / "r")
+    (segment,) = recording.segments
+    for table in (*hostile(old=True), words):
+        pq.write_table(table, file)
+        data = file.read_bytes()
+        entries = [*segment.examples[:-1], FileEntry(file.name, len(data), digest(data))]
+        replace(segment, examples=entries).save(tmp_path / "r/segments", recording.manifest.layers)
+        with pytest.raises(DamagedError, match=r"000001\.parquet: not payloads"):
+            build_index(tmp_path / "r", tmp_path / "index")
 
 
 MEASURE = """

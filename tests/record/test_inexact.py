@@ -432,3 +432,17 @@ def random_rows(
     x = torch.randn(rows, d_in, generator=generator) + offset
     e = torch.randn(rows, d_out, generator=generator)
     return x, e * torch.exp(spread * torch.randn(rows, 1, generator=generator))
+
+
+def test_weights_that_decay_to_nothing_are_no_fault(tmp_path: Path) -> None:
+    """Below float32's normal numbers they are rounded by more than a share of themselves."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Recorder(model, optimizer, tmp_path / "r"):
+        for _ in range(220):
+            optimizer.zero_grad()
+            model(torch.randn(32, 6)).square().sum().backward()
+            optimizer.step()
+    assert not model[0].weight.any()
+    assert Recording.open(tmp_path / "r").marks == {"0": []}

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dualform.store.files import digest, read_checked
-from dualform.store.ledger import from_parquet
+from dualform.store.files import digest
 from dualform.store.recording import Recording
-from dualform.store.recording_format import MANIFEST, RERECORD, SEGMENTS
+from dualform.store.recording_format import MANIFEST
 from dualform.store.segment_table import PassRecord
 
 Chains = list[list[str]]
@@ -85,9 +84,7 @@ def _first_step(source: Recording) -> str:
     """A digest of the first step's rows, and of how it moved each parameter."""
     segment = next(segment for segment in source.segments if segment.steps)
     first = segment.first_step
-    directory = source.path / SEGMENTS
-    ledger = from_parquet(read_checked(directory, segment.ledger, RERECORD))
-    parts = [repr(row) for row in ledger if row.step == first]
+    parts = [repr(row) for row in source.ledger_of(segment) if row.step == first]
     parts += [_of_pass(layer, record) for layer, record in segment.passes if record.step == first]
     return digest("\n".join(parts).encode())
 

@@ -14,6 +14,9 @@ from dualform.optimizers import SGD, SGDSettings
 from dualform.store.ledger import LedgerRow
 
 _EPS = 2.0**-24
+_SMALLEST = 2.0**-100
+"""Far above what rounds below float32's normal numbers, 2^-149 a number and step, however many of
+these: weights that decay get there."""
 
 Pair = tuple[float, float]
 _Six = tuple[float, float, float, float, float, float]
@@ -70,7 +73,7 @@ class WeightProbe:
         """
         return all(
             math.isfinite(real)
-            and abs(real - predicted) <= blindness * (2 * noise + 16 * _EPS * size)
+            and abs(real - predicted) <= blindness * (2 * noise + 16 * _EPS * size) + _SMALLEST
             for (real, size), predicted, noise in zip(state, self._state, self._noise, strict=True)
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -52,7 +52,29 @@ def read_parquet(
         return table
     if table.column_names != schema.names:
         raise pa.ArrowInvalid(f"columns {table.column_names} where {schema.names} belong")
-    return table.cast(schema)
+    try:
+        return table.cast(schema)
+    except ValueError as error:  # nulls where there may be none
+        raise pa.ArrowInvalid(str(error)) from None
+
+
+def check_columns(table: pa.Table | pa.RecordBatch, types: Mapping[str, Sequence[Any]]) -> None:
+    """Hold columns against what they must be, before any value is taken out.
+
+    Args:
+        table: What was read.
+        types: Of each column, in this order, the Arrow types that it may have.
+
+    Raises:
+        pyarrow.ArrowInvalid: Other columns, of another type, or with nulls.
+    """
+    if table.schema.names != list(types):
+        raise pa.ArrowInvalid(f"columns {table.schema.names} where {list(types)} belong")
+    for field in table.schema:
+        if field.type not in types[field.name]:
+            raise pa.ArrowInvalid(f"column {field.name!r} is {field.type}")
+        if table.column(field.name).null_count:
+            raise pa.ArrowInvalid(f"column {field.name!r} has nulls")
 
 
 def batches(fd: int, rows: int = 16) -> Iterator[pa.RecordBatch]:

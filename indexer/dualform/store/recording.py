@@ -28,9 +28,11 @@ from dualform.store.files import (
     reading,
 )
 from dualform.store.ledger import InexactMark, Ledger, LedgerRow, from_parquet
-from dualform.store.parquet import batches, read_parquet
+from dualform.store.parquet import batches, check_columns, read_parquet
 from dualform.store.recording_format import (
     EXAMPLES,
+    PAYLOAD_KINDS,
+    PAYLOADS,
     RERECORD,
     SEGMENTS,
     LayerSpec,
@@ -295,6 +297,7 @@ class Recording:
         Raises:
             DamagedError: A file is not what was written.
         """
+        of_ids: pa.DataType | None = None
         for segment in self.segments:
             for entry in segment.examples:
                 directory = self.path / EXAMPLES
@@ -302,8 +305,12 @@ class Recording:
                     check_digest_of(fd, directory, entry, RERECORD)
                     try:
                         for batch in batches(fd):
-                            if batch.schema.names != ["id", "kind", "data"]:
-                                raise pa.ArrowInvalid(f"columns {batch.schema.names}")
+                            check_columns(batch, PAYLOADS)
+                            of_ids = of_ids or batch.schema.field("id").type
+                            if batch.schema.field("id").type != of_ids:
+                                raise pa.ArrowInvalid(f"ids that are not {of_ids}, as others are")
+                            if not {*batch.column("kind").to_pylist()} <= {*PAYLOAD_KINDS}:
+                                raise pa.ArrowInvalid("payloads of a kind that there is not")
                             yield pa.Table.from_batches([batch])
                     except (pa.ArrowException, OSError) as error:
                         what = f"not payloads ({error})"

@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from dualform.store.errors import DamagedError, NotFoundError, VersionError
 from dualform.store.fields import Fields, text, wrong
 from dualform.store.files import check_seal, is_there, read_json, write_sealed
@@ -31,6 +33,9 @@ FINAL = "final.safetensors"
 CLOSED = "closed.json"
 SEGMENTS = "segments"
 EXAMPLES = "examples"
+PAYLOADS = {"id": (pa.int64(), pa.string()), "kind": (pa.string(),), "data": (pa.binary(),)}
+"""The columns of its files, and of what types they may be."""
+PAYLOAD_KINDS = ("png", "bytes", "text")
 
 RERECORD = "record again, or restore the file from a copy"
 

@@ -76,6 +76,12 @@ def address_of(server: str) -> Address:
     return Address(scheme, hosts)
 
 
+def target(server: str) -> str:
+    """As gRPC takes it: older ones know schemes in small letters alone."""
+    found = _SCHEME.match(server)
+    return server if found is None else found[1].lower() + server[found.end(1) :]
+
+
 def _hosts(server: str, scheme: str, authority: str, path: str) -> tuple[str, ...]:
     """Of dns, ipv4 and ipv6."""
     if scheme == "dns":

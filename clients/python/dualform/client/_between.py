@@ -144,7 +144,7 @@ def _unreachable(message: str, connection: Connection) -> UnavailableError:
             "Does the server want a client's certificate (certificate=, key=; --certificate, "
             "--key)?"
         )
-    elif re.search("[Rr]eset|[Ss]ocket closed|GOAWAY|HTTP2|http2", message):
+    else:  # localhost may be two addresses, and the message is of the last
         hints.append("If it has TLS, say tls=True or tls='ca.pem' (--tls).")
     if connection.proxy is not None:
         hints.append(

@@ -13,7 +13,7 @@ from typing import Any
 
 import grpc
 
-from dualform.client._address import Address, address_of
+from dualform.client._address import Address, address_of, target
 from dualform.client.errors import InvalidArgumentError
 
 Tls = bool | str | Path
@@ -69,14 +69,14 @@ class Connection:
     def channel(self) -> Any:
         """A blocking channel."""
         if self.credentials is None:
-            return grpc.insecure_channel(self.server, options=self._options)
-        return grpc.secure_channel(self.server, self.credentials, options=self._options)
+            return grpc.insecure_channel(target(self.server), options=self._options)
+        return grpc.secure_channel(target(self.server), self.credentials, options=self._options)
 
     def channel_of_loop(self) -> Any:
         """A channel of the running event loop."""
         if self.credentials is None:
-            return grpc.aio.insecure_channel(self.server, options=self._options)
-        return grpc.aio.secure_channel(self.server, self.credentials, options=self._options)
+            return grpc.aio.insecure_channel(target(self.server), options=self._options)
+        return grpc.aio.secure_channel(target(self.server), self.credentials, options=self._options)
 
     @property
     def _options(self) -> tuple[tuple[str, int], ...]:

@@ -110,7 +110,7 @@ def self_influence(
         found[name] = yield from _of_layer(asking, replace(question, layer=name), where, deadline)
     if len({each.version for each in found.values()}) > 1:
         raise FailedPreconditionError(
-            "the index was replaced while it was asked; ask again", reason="ANOTHER_VERSION"
+            "the index was replaced while it was asked; ask again", reason="INDEX_CHANGED"
         )
     return _joined(found)
 

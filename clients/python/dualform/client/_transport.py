@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import AsyncGenerator, Awaitable, Generator
+from collections.abc import AsyncGenerator, Awaitable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -133,9 +134,11 @@ class AsyncGrpcTransport:
 
     async def call(self, request: Message, timeout: float | None) -> Any:
         try:
-            return await _outcome(
-                self._method(request)(request, timeout=timeout, metadata=self._connection.metadata)
+            call = self._method(request)(
+                request, timeout=timeout, metadata=self._connection.metadata
             )
+            with self._running(call):
+                return await _outcome(call)
         except grpc.RpcError as error:
             raise error_of(error, self._connection, timeout) from None
         except grpc.aio.UsageError as error:
@@ -152,8 +155,9 @@ class AsyncGrpcTransport:
             raise closed_meanwhile(error) from None
         parts = aiter(call)
         try:
-            while True:
-                yield await _outcome(anext(parts))
+            with self._running(call):
+                while True:
+                    yield await _outcome(anext(parts))
         except StopAsyncIteration:
             return
         except grpc.RpcError as error:
@@ -169,13 +173,27 @@ class AsyncGrpcTransport:
             opened = self._of_loop.pop(asyncio.get_running_loop(), None)
             self._of_loop.clear()
         if opened is not None:
-            await opened[0].close()
+            channel, _, calls = opened
+            for call in list(calls):  # an older gRPC's own close misses some
+                call.cancel()
+            await channel.close()
         # Other loops' channels close once nobody holds them: when their running calls are done.
 
     def _start(self) -> None:
         self._process = os.getpid()
         self._lock = threading.Lock()
-        self._of_loop: dict[asyncio.AbstractEventLoop, tuple[Any, Any]] = {}
+        # A channel, its stub, and the calls that run.
+        self._of_loop: dict[asyncio.AbstractEventLoop, tuple[Any, Any, set[Any]]] = {}
+
+    @contextmanager
+    def _running(self, call: Any) -> Iterator[None]:
+        opened = self._of_loop.get(asyncio.get_running_loop())
+        calls = set() if opened is None else opened[2]
+        calls.add(call)
+        try:
+            yield
+        finally:
+            calls.discard(call)
 
     def _method(self, request: Message) -> Any:
         use_asyncio()
@@ -190,7 +208,7 @@ class AsyncGrpcTransport:
                 del self._of_loop[other]
             if loop not in self._of_loop:
                 channel = self._connection.channel_of_loop()
-                self._of_loop[loop] = (channel, _stub(channel))
+                self._of_loop[loop] = (channel, _stub(channel), set())
             return getattr(self._of_loop[loop][1], method_of(request))
 
 

@@ -8,7 +8,7 @@ DualformError                     base of all errors of dualform, those of other
 │   └── UnknownColumnError        of an answer's columns; a KeyError too
 ├── FailedPreconditionError       right question, wrong index for it (no values, damaged, closed)
 ├── UnauthenticatedError          no token, or one that the server does not know
-├── PermissionDeniedError         a token that may not ask this index
+├── PermissionDeniedError         a proxy lets the call not through (HTTP 403)
 ├── ResourceExhaustedError        over one of the server's limits, or its queue is full
 ├── DataLossError                 a damaged file
 ├── UnavailableError              no server there

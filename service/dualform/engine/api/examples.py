@@ -26,9 +26,16 @@ from dualform.store.files import (
     status,
 )
 from dualform.store.index import REBUILD
-from dualform.store.parquet import batches, read_parquet
+from dualform.store.parquet import batches, check_columns, read_parquet
+from dualform.store.recording_format import PAYLOAD_KINDS, PAYLOADS
 
-_KINDS = ("png", "bytes", "text")
+_PLACES = {
+    "id": PAYLOADS["id"],
+    "kind": (pa.string(),),
+    "offset": (pa.int64(),),
+    "bytes": (pa.int64(),),
+    "xxh3": (pa.uint64(),),
+}
 
 
 class Place(NamedTuple):
@@ -106,12 +113,14 @@ class Examples:
                 found = read_parquet(data)
             except OSError as error:  # Arrow's, of bytes in memory: no device is at fault
                 raise ValueError(error) from None
-            columns = [
-                found[name].to_pylist() for name in ("id", "kind", "offset", "bytes", "xxh3")
-            ]
+            check_columns(found, _PLACES)
+            columns = [column.to_pylist() for column in found.columns]
             places = {example: Place(*place) for example, *place in zip(*columns, strict=True)}
+            if len(places) < len(found):
+                raise ValueError("an id is there twice")
             for example, place in places.items():
-                if place.kind not in _KINDS or not 0 <= place.offset <= most - place.size <= most:
+                inside = 0 <= place.offset <= most - place.size <= most
+                if place.kind not in PAYLOAD_KINDS or not inside:
                     raise ValueError(f"the payload of {example!r} lies nowhere")
             return places
 
@@ -136,10 +145,12 @@ class Examples:
                     self._checked = identity(os.fstat(fd))
             if identity(status(self._directory, table, REBUILD)) != self._checked:
                 raise ValueError("it was changed after it had been checked")
-            for batch in batches(fd):
+            for batch in _read(fd):
                 for i, example in enumerate(batch.column("id").to_pylist()):
                     if example in wanted:
                         kind, data = (batch.column(name)[i].as_py() for name in ("kind", "data"))
+                        if kind not in PAYLOAD_KINDS:
+                            raise ValueError(f"the payload of {example!r} is of no kind")
                         found[example] = data.decode() if kind == "text" else data
         return [found.get(example) for example in ids]
 
@@ -150,3 +161,15 @@ class Examples:
         except (pa.ArrowException, KeyError, TypeError, ValueError, AttributeError) as error:
             path = self._directory / entry.name
             raise DamagedError(path, f"not payloads ({error})", REBUILD) from None
+
+
+def _read(fd: int) -> Iterator[pa.RecordBatch]:
+    """An older index's table."""
+    try:
+        for batch in batches(fd):
+            check_columns(batch, PAYLOADS)
+            yield batch
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        raise ValueError(error) from None  # Arrow's, of what is no table
