@@ -115,8 +115,8 @@ def _unreachable(message: str, connection: Connection) -> UnavailableError:
     if encrypted and _CERTIFICATE.search(message):
         return UnavailableError(
             f"the certificate of {server} is not trusted ({message}); name the authority that "
-            "signed it, as in tls='ca.pem', and the server as its certificate does; or is it out of "
-            "date, which an older gRPC does not say?",
+            "signed it, as in tls='ca.pem', and the server as its certificate does; or is it out "
+            "of date, which an older gRPC does not say?",
             reason=TLS_REFUSED,
         )
     if encrypted and _NO_TLS.search(message):
