@@ -209,13 +209,17 @@ def to_parquet(rows: Sequence[LedgerRow]) -> bytes:
     return write_parquet(pa.table(columns, schema=expected))
 
 
-def from_parquet(data: bytes) -> list[LedgerRow]:
+def from_parquet(data: bytes, most: int | None = None) -> list[LedgerRow]:
     """Read what `to_parquet` wrote.
+
+    Args:
+        data: The file.
+        most: How many rows there may be; a small file can say many. None takes any.
 
     Raises:
         pyarrow.ArrowException: Not a ledger.
     """
-    table = read_parquet(data)
+    table = read_parquet(data, most=most)
     name = (table.schema.metadata or {}).get(_FAMILY, b"sgd").decode(errors="replace")
     if name not in FAMILIES:
         raise pa.ArrowInvalid(

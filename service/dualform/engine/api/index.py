@@ -115,7 +115,8 @@ class Index(Keywords):
         steps = self._manifest.steps
         for table in self._tables:
             if table.total and not 0 <= table.steps.min() <= table.steps.max() < steps:
-                raise DamagedError(path, f"a row's step is none of the {steps:,} steps", REBUILD)
+                what = f"a row's step is none of the {steps:,} steps"
+                raise DamagedError(path / "rows", what, REBUILD)
         self._states = States(path)
         outputs = DualOutputs(self._ledger, self._states)
         metrics = UnitMetrics(self._ledger, self._states)
