@@ -269,6 +269,7 @@ print("the same")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="has no fork")
 def test_a_local_index_in_a_data_loaders_workers(memory: Memory, tmp_path: Path) -> None:
     done = subprocess.run(

@@ -89,6 +89,7 @@ def cases(draw: st.DrawFn) -> dict:
     }
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(case=cases())
 def test_whatever_lies_on_devices_rows_and_scores_are_the_exact_ones(
@@ -262,6 +263,7 @@ def test_a_device_out_of_memory_holds_less_and_stays(
         assert index.top_k("fc", keys[:3], 5, strategy="device").plan.strategy == "device"
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(case=cases(), absolute=st.booleans())
 def test_sums_and_outputs_are_float64s(two: Devices, case: dict, absolute: bool) -> None:

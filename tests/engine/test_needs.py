@@ -216,6 +216,7 @@ def test_estimates_are_upper_bounds(tmp_path: Path) -> None:
     assert int(estimate) < 30 * int(took), name
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_so_are_those_of_layers_that_are_followed(tmp_path: Path) -> None:
     torch.manual_seed(0)

@@ -209,6 +209,7 @@ def test_the_server_stays_below_its_memory(limited: Any, least: int) -> None:
     assert server.most < server.limit, f"{server.most / MIB:.0f} of {server.limit / MIB:.0f} MiB"
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused_with_the_estimate(limited: Any, least: int) -> None:
     # What is in use differs from start to start.
     with limited(least + 8) as server, grpc.insecure_channel(server.address) as channel:

@@ -264,7 +264,7 @@ def test_manifests_of_indexes(index: Path, folder: Path) -> None:
 
 def test_files_of_indexes(index: Path, folder: Path) -> None:
     """Sidecars, headers of FAISS and npy, states, parts, payloads, sealed again after a change."""
-    wanted, watch = count(125, 25_000), Watch()
+    wanted, watch = count(60, 25_000), Watch()
     expected = ask(index)
     copy = Path(shutil.copytree(index, folder / "files"))
     original = (index / "manifest.json").read_bytes()
@@ -386,7 +386,7 @@ def test_ledgers(index: Path, folder: Path) -> None:
 
 def test_recordings(recording: Path, folder: Path) -> None:
     """JSON files sealed again, all others with changed bytes: opened and built, or refused."""
-    wanted, watch = count(125, 25_000), Watch()
+    wanted, watch = count(60, 25_000), Watch()
     copy = Path(shutil.copytree(recording, folder / "copy"))
     files = sorted(each.relative_to(recording) for each in recording.rglob("*") if each.is_file())
     target = folder / "built"

@@ -212,7 +212,7 @@ class IndexManifest:
         path = directory / self.ledger.name
         data = read_checked(directory, self.ledger, REBUILD)
         try:
-            rows = from_parquet(data, 2 * self.steps * len(self.layers))
+            rows = from_parquet(data)
             if len(rows) < self.steps:  # before anything is made for so many steps
                 raise ValueError(f"{len(rows):,} rows for {self.steps:,} steps")
             ledger = Ledger(rows, self.steps)

@@ -209,17 +209,13 @@ def to_parquet(rows: Sequence[LedgerRow]) -> bytes:
     return write_parquet(pa.table(columns, schema=expected))
 
 
-def from_parquet(data: bytes, most: int | None = None) -> list[LedgerRow]:
+def from_parquet(data: bytes) -> list[LedgerRow]:
     """Read what `to_parquet` wrote.
-
-    Args:
-        data: The file.
-        most: How many rows there may be; a small file can say many. None takes any.
 
     Raises:
         pyarrow.ArrowException: Not a ledger.
     """
-    table = read_parquet(data, most=most)
+    table = read_parquet(data)
     name = (table.schema.metadata or {}).get(_FAMILY, b"sgd").decode(errors="replace")
     if name not in FAMILIES:
         raise pa.ArrowInvalid(

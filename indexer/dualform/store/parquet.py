@@ -16,7 +16,6 @@ def read_parquet(
     schema: pa.Schema | None = None,
     *,
     rows: int | None = None,
-    most: int | None = None,
     dictionaries: bool = False,
 ) -> pa.Table:
     """A whole Parquet file's table.
@@ -28,7 +27,6 @@ def read_parquet(
         data: The file.
         schema: What the columns must be; None takes the file's own.
         rows: How many there must be; looked at before any of them is decoded. None takes any.
-        most: How many there may be, likewise.
         dictionaries: Whether text comes as dictionaries: a long one that many rows have is there
             once, however often it would be written out.
 
@@ -48,8 +46,6 @@ def read_parquet(
         file = _opened(pa.BufferReader(data), read_dictionary=text)
     if rows is not None and file.metadata.num_rows != rows:
         raise pa.ArrowInvalid(f"{file.metadata.num_rows:,} rows where {rows:,} belong")
-    if most is not None and file.metadata.num_rows > most:
-        raise pa.ArrowInvalid(f"{file.metadata.num_rows:,} rows where at most {most:,} belong")
     table = file.read(use_threads=False)
     table.validate(full=True)
     if schema is None:

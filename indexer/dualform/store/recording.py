@@ -167,7 +167,7 @@ class Recording:
         data = read_checked(self._directory, segment.ledger, RERECORD)
         path = self._directory / segment.ledger.name
         try:
-            found = from_parquet(data, 2 * segment.steps * len(self.manifest.layers))
+            found = from_parquet(data)
         except (pa.ArrowException, OSError, TypeError, ValueError) as error:
             raise DamagedError(path, f"not a ledger ({error})", RERECORD) from None
         steps = range(segment.first_step, segment.first_step + segment.steps)
