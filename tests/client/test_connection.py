@@ -296,10 +296,12 @@ def test_a_socket_in_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_tls(ca: Authority, of_server: Signed) -> None:
-    with answering(anyone, credentials=credentials(of_server)) as address:
+    calls: list[Any] = []
+    with answering(calls.append, credentials=credentials(of_server)) as address:
         port = address.rpartition(":")[2]
         ask_both(address, tls=ca.certificate)
         ask_both(f"localhost:{port}", tls=str(ca.certificate))
+    assert [call.auth_context()["transport_security_type"] for call in calls] == [[b"ssl"]] * 4
 
 
 def test_tls_with_a_certificate_of_the_clients_own(ca: Authority, of_server: Signed) -> None:

@@ -248,7 +248,8 @@ def test_a_killed_process_holds_nothing(tmp_path: Path) -> None:
     process.communicate()
     model, optimizer = kin()
     with Recorder(model, optimizer, tmp_path / "r", resume_at_step=0):
-        pass
+        assert Recording.open(tmp_path / "r").steps == 0
+    assert Recording.open(tmp_path / "r").complete
 
 
 def test_two_recorders_of_one_process(tmp_path: Path) -> None:
@@ -277,6 +278,8 @@ def test_a_forked_worker_does_not_hold_the_lock(tmp_path: Path) -> None:
             os._exit(0)
     os.close(read)
     with Recorder(model, optimizer, tmp_path / "r", resume_at_step=3):
-        pass
+        assert os.waitpid(child, os.WNOHANG) == (0, 0)  # it lives
+        train(model, optimizer)
+    assert Recording.open(tmp_path / "r").steps == 6
     os.close(write)
     os.waitpid(child, 0)
