@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from contextlib import contextmanager
@@ -12,9 +13,11 @@ import grpc
 from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 
+from dualform.client import AsyncClient, Client
 from dualform.v1 import attribution_pb2 as pb
 from dualform.v1 import attribution_pb2_grpc as rpc
 
+ELSEWHERE = "192.0.2.1:50051"  # RFC 5737: no such machine
 LIMITS = pb.Limits(max_k=100, max_queries=100, max_message_bytes=1 << 20)
 
 
@@ -56,6 +59,33 @@ def answering(
         yield f"{host}:{port}" if path is None else listen
     finally:
         server.stop(0).wait()
+
+
+def anyone(context: Any) -> None:
+    """Answers."""
+
+
+def ask_both(address: str, **settings: Any) -> None:
+    """One call of each kind of client."""
+
+    async def ask() -> list[Any]:
+        async with AsyncClient(address, **settings) as client:
+            return await client.indexes()
+
+    with Client(address, **settings) as client:
+        (there,) = client.indexes()
+    assert there.name == "here"
+    assert asyncio.run(ask()) == [there]
+
+
+def wants_a_token(context: Any) -> None:
+    sent = dict(context.invocation_metadata()).get("authorization")
+    if sent is None:
+        context.abort(grpc.StatusCode.UNAUTHENTICATED, "no token")
+    if sent == "Bearer guest":
+        context.abort(grpc.StatusCode.PERMISSION_DENIED, "not for guests")
+    if sent != "Bearer let-me-in":
+        abort(context, grpc.StatusCode.UNAUTHENTICATED, f"what is {len(sent)} long is not known")
 
 
 def abort(context: Any, code: grpc.StatusCode, message: str, *details: Any) -> None:

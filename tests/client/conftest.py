@@ -13,6 +13,13 @@ from .memory import D_IN, Memory, make_memory
 from .serving import serving
 
 
+@pytest.fixture(autouse=True)
+def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("grpc_proxy", "https_proxy", "http_proxy", "no_grpc_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("DUALFORM_TOKEN", raising=False)
+
+
 @pytest.fixture(scope="session")
 def memory(tmp_path_factory: pytest.TempPathFactory) -> Memory:
     return make_memory(tmp_path_factory.mktemp("memory"))
