@@ -17,7 +17,7 @@ from torch import nn
 
 from dualform.record import Recorder
 from dualform.record.buffers import Pool
-from dualform.record.check import GradientCheck, Verdict
+from dualform.record.check import MOST_LOST, GradientCheck, Verdict
 from dualform.record.passes import Pass
 from dualform.record.watch import GradientWatch
 from dualform.store.recording import InexactMark, Recording
@@ -446,3 +446,38 @@ def test_weights_that_decay_to_nothing_are_no_fault(tmp_path: Path) -> None:
             optimizer.step()
     assert not model[0].weight.any()
     assert Recording.open(tmp_path / "r").marks == {"0": []}
+
+
+@pytest.mark.parametrize("spread", [1e-3, 0.0])
+@pytest.mark.parametrize(("rows", "width"), [(500, 8), (10_000, 2), (60_000, 8), (60_000, 24)])
+@pytest.mark.parametrize("edited", [0.0, 0.01])
+def test_rows_that_are_much_alike(
+    tmp_path: Path, rows: int, width: int, spread: float, edited: float
+) -> None:
+    """Padding, or a whole data set at each step: float32 rounds such rows all to one side. That is
+    no fault, until it is more than weights that count as rebuilt may be off by."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(width, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    faults = []
+    with Recorder(model, optimizer, tmp_path / "r"):
+        for step in range(5):
+            optimizer.zero_grad()
+            x = 0.3 + spread * torch.randn(rows, width)
+            y = model(x)
+            y.retain_grad()
+            nn.functional.cross_entropy(y, torch.ones(rows, dtype=torch.int64)).backward()
+            assert y.grad is not None
+            e, keys = y.grad.double(), x.double()
+            error = (model[0].weight.grad.double() - e.T @ keys).norm()
+            if step == 3 and edited:
+                model[0].weight.grad.data[0] *= 1 + edited
+                faults.append((step, "the gradient was "))
+            elif error > MOST_LOST * e.norm() * keys.norm():
+                faults.append((step, "float32 lost too much"))
+            optimizer.step()
+    marks = Recording.open(tmp_path / "r").marks["0"]
+    assert len(marks) == bool(faults)
+    for mark, (step, why) in zip(marks, faults, strict=False):  # the first is the layer's
+        assert mark.from_step == step
+        assert mark.reason.startswith(why)

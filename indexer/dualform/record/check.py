@@ -28,6 +28,15 @@ SCREEN = 5e-6
 TOLERANCE = 3e-6
 """Largest |G - sum e x'| / (|E| |X|), Frobenius norms, that float32 backward passes explain."""
 
+MOST_LOST = 5e-5
+"""Likewise, where a float32 sum is measured to lose more: half of what weights that count as
+rebuilt may be off by."""
+
+_ANOTHER_ORDER = 4.0
+"""By how much more backward's own order of adding up may lose than the sum that is measured."""
+
+_EPS = 2.0**-24
+
 _UNDERFLOW = 2.0**-126
 """What a product or a sum below float32's normal numbers may lose, whatever the rows are like."""
 
@@ -51,9 +60,9 @@ class Verdict(NamedTuple):
         took_part: There is a gradient.
         zeroed: The gradient is zero, though backward brought something else.
         scale: See `LedgerRow.scale`.
-        probe: u'Gv for a weight, u.g for a bias, of the gradient at the step, float64: by the rows
-            for a weight, read for a bias.
-        fault: What is wrong, or None: "mismatch", "clipped", "edited" or "not finite".
+        probe: u'Gv for a weight, u.g for a bias, of the gradient at the step, float64: read, but
+            of a weight that is read in parts, by the rows.
+        fault: What is wrong, or None: "mismatch", "rounded", "clipped", "edited" or "not finite".
     """
 
     took_part: bool
@@ -224,7 +233,7 @@ class GradientCheck:
         # misses what torch.amp.GradScaler does to a gradient.
         tells = abs(total) > _TELLING * size or sides.weight_size == 0.0
         if abs(probe - total) <= SCREEN * size and tells and watch.untouched(grad):
-            return Verdict(True, False, 1.0, sides.weight)
+            return Verdict(True, False, 1.0, self._whole(probe, sides.weight))
         # Rows that add up to zero (dead units; keys that are all zero) leave nothing to zero, and
         # clipping a zero gradient touches it: the bias's rows still count.
         if probe == 0.0 and sides.weight != 0.0 and watch.zeroed(grad):
@@ -237,15 +246,18 @@ class GradientCheck:
         if math.isinf(factor):
             return Verdict(True, fault="not finite")
         if math.isnan(factor):  # the sample was zero: take the factor from all rows
-            factor = _regression(matrix, _weight_rows(sides.passes, matrix.shape))
+            factor = _regression(matrix, weight_sum(sides.passes, matrix.shape).total)
         if not scale.uniform:
-            fault = "clipped" if scale.plateau else "edited"
-            return Verdict(True, False, factor, factor * sides.weight, fault)
-        if abs(probe - factor * total) > SCREEN * abs(factor) * size:
-            rows, norms = _weight_rows(sides.passes, matrix.shape), weight_norms(sides.passes)
-            if not _explained(matrix, rows, norms, factor, sides.rows):
-                return Verdict(True, False, factor, factor * sides.weight, "mismatch")
-        return Verdict(True, False, factor, factor * sides.weight)
+            what = "clipped" if scale.plateau else "edited"
+            return Verdict(True, False, factor, factor * sides.weight, what)
+        fault = None
+        if not abs(probe - factor * total) <= SCREEN * abs(factor) * size:
+            fault = weight_sum(sides.passes, matrix.shape).fault(matrix, factor)
+        return Verdict(True, False, factor, self._whole(probe, factor * sides.weight), fault)
+
+    def _whole(self, probe: float, by_rows: float) -> float:
+        """The probe of the whole gradient: what was read, where that was all of it."""
+        return probe if len(self._parts) == 1 else by_rows
 
     def bias(self, grad: torch.Tensor, sides: Sides, scale: float) -> Verdict:
         """Test the bias's gradient, float32 [d_out], at the step.
@@ -262,10 +274,11 @@ class GradientCheck:
             return Verdict(True, fault="not finite")
         if probe == 0.0 and not grad.any():
             return Verdict(True, zeroed=True, scale=0.0)
-        rows, norms = _bias_rows(sides.passes, grad.shape), bias_norms(sides.passes)
-        for factor in (scale, 1.0, _regression(grad, rows)):
-            if _explained(grad, rows, norms, factor, sides.rows):
-                return Verdict(True, False, factor, probe)
+        rows = bias_sum(sides.passes, grad.shape)
+        for factor in (scale, 1.0, _regression(grad, rows.total)):
+            fault = rows.fault(grad, factor)
+            if fault != "mismatch":
+                return Verdict(True, False, factor, probe, fault)
         magnitude = grad.detach().abs()
         plateau = int((magnitude == magnitude.max()).sum()) > 1
         # No factor explains it; the weight's, which was measured, is the likeliest: under autocast
@@ -285,22 +298,77 @@ def _square(matrix: np.ndarray) -> float:
     return float(np.einsum("ij,ij", matrix, matrix, dtype=np.float64))
 
 
-def _weight_rows(passes: Sequence[Pass], shape: torch.Size) -> torch.Tensor:
-    """-sum e x' in float64: what backward should have accumulated."""
-    rows = torch.zeros(shape, dtype=torch.float64)
-    for key, value in _chunks(passes):
-        rows -= value.T @ key
-    return rows
+class Sum(NamedTuple):
+    """What backward should have accumulated.
+
+    Attributes:
+        total: Of all rows, float64.
+        norms: What a float32 sum of them is rounded relative to.
+        rows: How many there are.
+        float32: The same sum as float32 has it, made when it is asked for.
+    """
+
+    total: torch.Tensor
+    norms: float
+    rows: int
+    float32: Callable[[], torch.Tensor]
+
+    def fault(self, grad: torch.Tensor, factor: float) -> str | None:
+        """Of a gradient that should be the sum times the factor, as float32 has it."""
+        error = float((grad.detach().double().cpu() - factor * self.total).norm())
+        lost = 2 * self.rows * _UNDERFLOW * math.sqrt(grad.numel())  # a product and a sum each
+        return self.fault_of(error - max(1.0, abs(factor)) * lost, abs(factor))
+
+    def fault_of(self, error: float, factor: float = 1.0) -> str | None:
+        """Of a float32 sum, times the factor, that is so far off; Frobenius norm.
+
+        Rows that are much alike are rounded alike, and narrow layers add them up one by one. Where
+        the tolerance is exceeded, though by no more than that can come to, it is measured what a
+        float32 sum of these very rows loses.
+        """
+        scale = factor * self.norms
+        if error <= TOLERANCE * scale:
+            return None
+        if not error <= self.rows * _EPS * scale:
+            return "mismatch"
+        loses = float((self.float32().double() - self.total).norm())
+        if not error <= factor * _ANOTHER_ORDER * loses:
+            return "mismatch"
+        return None if error <= MOST_LOST * scale else "rounded"
 
 
-def _bias_rows(passes: Sequence[Pass], shape: torch.Size) -> torch.Tensor:
-    rows = torch.zeros(shape, dtype=torch.float64)
-    for _, value in _chunks(passes):
-        rows -= value.sum(0)
-    return rows
+def weight_sum(passes: Sequence[Pass], shape: torch.Size) -> Sum:
+    """-sum e x'."""
+
+    def add(dtype: torch.dtype) -> torch.Tensor:
+        found = torch.zeros(shape, dtype=dtype, device="cpu")
+        for key, value in _chunks(passes, dtype):
+            found -= value.T @ key
+        return found
+
+    return _of_all(add, _weight_norms(passes), passes)
 
 
-def weight_norms(passes: Sequence[Pass]) -> float:
+def bias_sum(passes: Sequence[Pass], shape: torch.Size) -> Sum:
+    """-sum e."""
+
+    def add(dtype: torch.dtype) -> torch.Tensor:
+        found = torch.zeros(shape, dtype=dtype, device="cpu")
+        for _, value in _chunks(passes, dtype):
+            found -= value.sum(0)
+        return found
+
+    return _of_all(add, _bias_norms(passes), passes)
+
+
+def _of_all(
+    add: Callable[[torch.dtype], torch.Tensor], norms: float, passes: Sequence[Pass]
+) -> Sum:
+    rows = sum(item.rows for item in passes)
+    return Sum(add(torch.float64), norms, rows, lambda: add(torch.float32))
+
+
+def _weight_norms(passes: Sequence[Pass]) -> float:
     """|E| |X|."""
     e = x = 0.0
     for key, value in _chunks(passes):
@@ -309,34 +377,26 @@ def weight_norms(passes: Sequence[Pass]) -> float:
     return math.sqrt(e * x)
 
 
-def bias_norms(passes: Sequence[Pass]) -> float:
+def _bias_norms(passes: Sequence[Pass]) -> float:
     """|E| sqrt(rows)."""
     e = sum(float((value * value).sum()) for _, value in _chunks(passes))
     return math.sqrt(e * sum(item.rows for item in passes))
 
 
-def _chunks(passes: Sequence[Pass]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _chunks(
+    passes: Sequence[Pass], dtype: torch.dtype = torch.float64
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Keys and values in turn; in float32 as many at once as backward multiplies, if they fit."""
     for item in passes:
         assert item.key is not None
         assert item.value is not None
-        width = item.key.width + item.value.width
-        chunk = max(1, min(_CHUNK, _CHUNK_NUMBERS // width))
+        chunk = max(1, _CHUNK_NUMBERS // (item.key.width + item.value.width))
+        if dtype is torch.float64:
+            chunk = min(_CHUNK, chunk)
         for start in range(0, item.rows, chunk):
             rows = slice(start, start + chunk)
-            yield _double(item.key.wide(rows)), _double(item.value.wide(rows))
-
-
-def _double(rows: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(rows).double()
-
-
-def _explained(
-    grad: torch.Tensor, rows: torch.Tensor, norms: float, factor: float, count: int
-) -> bool:
-    """Whether a gradient is what `count` rows add up to, times the factor, as float32 has it."""
-    error = float((grad.detach().double().cpu() - factor * rows).norm())
-    lost = 2 * count * _UNDERFLOW * math.sqrt(grad.numel())  # a product and a sum for each row
-    return error <= abs(factor) * TOLERANCE * norms + max(1.0, abs(factor)) * lost
+            key, value = (torch.from_numpy(side.wide(rows)) for side in (item.key, item.value))
+            yield key.to(dtype), value.to(dtype)
 
 
 def _regression(grad: torch.Tensor, rows: torch.Tensor) -> float:

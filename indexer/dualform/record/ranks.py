@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dualform.record.check import SCREEN, Verdict
+from dualform.record.check import SCREEN, TOLERANCE, Sum, Verdict
 from dualform.record.errors import LayerSelectionError, RecordingExistsError
 from dualform.record.watch import GradientWatch
 from dualform.store.ranks import Rank, rank_folder
@@ -170,7 +170,7 @@ class RankWatch(GradientWatch):
 
 
 def rank_verdict(
-    grad: torch.Tensor, watch: RankWatch, rows: float, size: float, norms: Callable[[], float]
+    grad: torch.Tensor, watch: RankWatch, probe: float, size: float, rows: Callable[[], Sum]
 ) -> Verdict:
     """Test what this rank's backwards brought to a gradient against its rows, and measure what was
     done to the mean.
@@ -178,17 +178,19 @@ def rank_verdict(
     Args:
         grad: At the step.
         watch: What backward left, of this rank and of all.
-        rows: The probe of what this rank's rows add up to.
+        probe: Of what this rank's rows add up to.
         size: What its rounding is relative to, an estimate.
-        norms: The same exactly, for where the estimate may be too small.
+        rows: Their sum, for where that is too little.
     """
     if watch.brought != 0.0 and watch.zeroed(grad):
         return Verdict(True, zeroed=True, scale=0.0)
     factor, fault = watch.factor(grad)
-    off = abs(watch.brought - rows)
-    if fault is None and not off <= SCREEN * size and not off <= SCREEN * norms():
-        fault = "mismatch" if math.isfinite(watch.brought) else "not finite"
-    return Verdict(True, False, factor, factor * rows, fault)
+    off = abs(watch.brought - probe)
+    if fault is None and not off <= SCREEN * size:
+        # A probe may be by so much further off than the norm is.
+        fault = rows().fault_of(off * TOLERANCE / SCREEN)
+        fault = fault if math.isfinite(watch.brought) else "not finite"
+    return Verdict(True, False, factor, factor * probe, fault)
 
 
 def _parallel(model: nn.Module) -> DistributedDataParallel | None:

@@ -56,6 +56,11 @@ def fault_reason(fault: str, capture: LayerCapture, kept: bool) -> str:
         return "the gradient was changed between backward and step other than by one factor"
     if capture.autocast:
         return "reduced precision (autocast): the gradient was computed from rounded numbers"
+    if fault == "rounded":
+        return (
+            "float32 lost too much of the gradient: so many rows of a step are all but equal "
+            "(padding, or a constant input); smaller batches lose less"
+        )
     if capture.double_backward:
         return "double backward (gradient penalty): its part of the gradient is no row"
     if capture.late:

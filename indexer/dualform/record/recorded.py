@@ -11,7 +11,7 @@ import torch
 
 from dualform.layers import ProductKind
 from dualform.record.capture import LayerCapture
-from dualform.record.check import GradientCheck, Sides, Verdict, bias_norms, weight_norms
+from dualform.record.check import GradientCheck, Sides, Verdict, bias_sum, weight_sum
 from dualform.record.elements import ElementProbe, Sample, SampledElements
 from dualform.record.errors import CaptureError
 from dualform.record.optimizer import OptimizerView
@@ -324,8 +324,9 @@ class RecordedLayer:
         if self._skipped or grad is None or not self._optimizer.holds(self.capture.weight):
             return Verdict(False)
         if self._follow_rows and isinstance(watch, RankWatch):
-            norms = functools.partial(weight_norms, sides.passes)
-            return rank_verdict(grad, watch, sides.of_part, sides.part_size, norms)
+            shape = torch.Size((self.spec.d_out, self.spec.d_in))
+            rows = functools.partial(weight_sum, sides.passes, shape)
+            return rank_verdict(grad, watch, sides.of_part, sides.part_size, rows)
         if self._follow_rows:
             return self._check.weight(grad, watch, sides)
         if sides.weight != 0.0 and watch.zeroed(grad):
@@ -339,8 +340,8 @@ class RecordedLayer:
         if self._skipped or bias is None or bias.grad is None or not self._optimizer.holds(bias):
             return Verdict(False)
         if isinstance(self._bias_watch, RankWatch) and self._follow_rows:
-            norms = functools.partial(bias_norms, sides.passes)
-            return rank_verdict(bias.grad, self._bias_watch, sides.bias, sides.bias_size, norms)
+            rows = functools.partial(bias_sum, sides.passes, bias.shape)
+            return rank_verdict(bias.grad, self._bias_watch, sides.bias, sides.bias_size, rows)
         if self._follow_rows and weight.fault is None:
             return self._check.bias(bias.grad, sides, 1.0 if weight.zeroed else weight.scale)
         return Verdict(True, zeroed=weight.zeroed, scale=weight.scale)
