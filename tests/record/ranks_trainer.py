@@ -100,6 +100,7 @@ class Scenario:
         no_sync: All but the last of them are not averaged.
         clip: The norm that gradients are clipped to.
         clip_value: The largest element of a gradient.
+        rows: Of a batch; where they are many, all are all but equal.
         last: Rows of each rank's last batch.
         prepare: Called with the parallel model.
         data: Chooses the batches.
@@ -112,6 +113,7 @@ class Scenario:
     no_sync: bool = False
     clip: float | None = None
     clip_value: float | None = None
+    rows: int = 4
     last: tuple[int, ...] = (4, 4)
     parallel: dict[str, Any] = field(default_factory=dict)
     prepare: Callable[[DistributedDataParallel], None] = lambda _: None
@@ -134,6 +136,7 @@ SCENARIOS = {
     "hook": Scenario(prepare=lambda m: m.register_comm_hook(None, fp16_compress_hook)),
     "another use": Scenario(adamw, Twice),
     "clipped by value": Scenario(clip_value=0.002),
+    "alike": Scenario(rows=4_000),
     "resumed": Scenario(adamw, resume=7),
 }
 
@@ -141,8 +144,9 @@ SCENARIOS = {
 def batches(scenario: Scenario, rank: int) -> Iterator[list[torch.Tensor]]:
     stream = torch.Generator().manual_seed(100 * scenario.data + rank)
     for step in range(STEPS):
-        rows = scenario.last[rank] if step == STEPS - 1 else 4
-        yield [torch.randn(rows, WIDTH, generator=stream) for _ in range(scenario.micro)]
+        rows = scenario.last[rank] if step == STEPS - 1 else scenario.rows
+        found = [torch.randn(rows, WIDTH, generator=stream) for _ in range(scenario.micro)]
+        yield found if scenario.rows < 100 else [0.3 + 1e-6 * x for x in found]
 
 
 def train(scenario: Scenario, rank: int, path: Path | None) -> tuple[nn.Module, list[Any]]:
