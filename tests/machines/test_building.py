@@ -74,6 +74,7 @@ def test_the_files_are_those_of_one_process(
         build(recording, tmp_path / "index")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recording", [None], indirect=True)
 def test_packed_files_are_those_of_one_process(
     cluster: str, recording: Path, tmp_path: Path

@@ -31,6 +31,7 @@ RUNNABLE = [
     "docs/explorer.md",
     "docs/getting-started.md",
     "docs/replay.md",
+    "docs/decisions/0006-recorder-checks.md",
 ]
 GOES_ON = {"docs/getting-started.md": "docs/sdk.md"}
 # Pages whose code needs what other tests have: those run it.

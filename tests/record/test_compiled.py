@@ -124,6 +124,7 @@ else:
     )
 
 
+@pytest.mark.slow
 def test_a_whole_graph_is_refused_in_words(tmp_path: Path) -> None:
     """Whichever of the two is given."""
     run(
