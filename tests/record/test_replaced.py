@@ -39,15 +39,18 @@ def network() -> nn.Sequential:
 
 def train(path: Path | None, change: Change, at: int = CHANGED, momentum: float = 0.9) -> Loop:
     """The layers' weights and biases as the loop saw them before each step and at the end."""
-    model = network()
+    cpu = torch.device("cpu")  # whatever the default is
+    with cpu:
+        model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)
     history = []
     with nullcontext() if path is None else Recorder(model, optimizer, path):
         for step in range(STEPS):
-            if step == at:
-                change(model, optimizer)
+            with cpu:
+                if step == at:
+                    change(model, optimizer)
+                x, y = torch.randn(16, 12), torch.randint(0, 3, (16,))
             history.append({k: v.detach().clone() for k, v in model.state_dict().items()})
-            x, y = torch.randn(16, 12), torch.randint(0, 3, (16,))
             x = x.to(next(model.parameters()).dtype)
             optimizer.zero_grad()
             model.zero_grad()
@@ -160,6 +163,24 @@ def test_the_final_state_is_what_the_layer_holds(tmp_path: Path) -> None:
         assert final is not None
         assert np.array_equal(final["0.weight"], last["0.weight"].numpy())
         assert np.array_equal(final["0.bias"], last.get("0.bias", torch.zeros(16)).numpy())
+
+
+@pytest.mark.parametrize("apply", [no_bias, wider])
+def test_wherever_tensors_are_made_by_default(tmp_path: Path, apply: Change) -> None:
+    here = train(tmp_path / "here", apply)
+    torch.set_default_device("meta")
+    try:
+        there = train(tmp_path / "there", apply)
+    finally:
+        torch.set_default_device(None)
+    assert all(torch.equal(here[-1][name], there[-1][name]) for name in there[-1])
+    one, other = Recording.open(tmp_path / "here"), Recording.open(tmp_path / "there")
+    assert one.marks == other.marks
+    first, second = one.final(), other.final()
+    assert first is not None
+    assert second is not None
+    assert first.keys() == second.keys()
+    assert all(np.array_equal(first[name], second[name], equal_nan=True) for name in first)
 
 
 @pytest.mark.parametrize(("apply", "reason"), [CHANGES[0], CHANGES[3], CHANGES[-1]])

@@ -162,7 +162,9 @@ class RecordedLayer:
         self.parameters[self.spec.weight] = self.capture.weight
         if self.spec.bias is not None:
             bias = self.capture.bias
-            self.parameters[self.spec.bias] = torch.zeros(self.spec.d_out) if bias is None else bias
+            if bias is None:
+                bias = torch.zeros(self.spec.d_out, device="cpu")
+            self.parameters[self.spec.bias] = bias
         return None if known else InexactMark(step, reason)
 
     def look_ahead(self) -> None:
@@ -416,5 +418,5 @@ def _rows_count(weight: Verdict, bias: Verdict, sides: Sides) -> bool:
 def _as(tensor: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     """What a layer holds, as its states are kept: NaN where its shape is another by now."""
     if tensor.shape != shape:
-        return torch.full(shape, math.nan, dtype=dtype)
+        return torch.full(shape, math.nan, dtype=dtype, device="cpu")
     return tensor if tensor.dtype is dtype else tensor.detach().to(dtype)

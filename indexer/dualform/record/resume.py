@@ -324,7 +324,7 @@ def _sums(
 ) -> tuple[np.ndarray, np.ndarray]:
     """sum c_t E_t over the rows of the coefficients' steps, for each of the two; with `sizes` the
     sum of its terms' magnitudes."""
-    totals = [torch.zeros(shape, dtype=torch.float64) for _ in coefficients]
+    totals = [torch.zeros(shape, dtype=torch.float64, device="cpu") for _ in coefficients]
     steps = len(coefficients[0].c)
     passes = [r for r in recording.passes(spec.name) if start <= r.step < start + steps]
     for offsets, keys, values in _chunks(recording, spec, passes, start):
