@@ -19,6 +19,8 @@ from dualform.optimizers import (
     family_of,
     gradient_factors,
 )
+from dualform.optimizers.family import bias_correction
+from dualform.optimizers.radam import rectification
 from dualform.record.optimizer import OptimizerView
 
 from .training import DEAD, SHAPES, Make, Run, follow, total, train
@@ -217,6 +219,15 @@ def test_capturable(
             # Torch's factors are float32 numbers, made by up to eight roundings of half a unit.
             for got in (followed.whole.weight, parts):
                 assert float((got - run.final).norm()) <= 8 * 2.0**-24 * moved
+
+
+@pytest.mark.parametrize("float32", [False, True])
+@pytest.mark.parametrize("number", [bias_correction, rectification], ids=lambda made: made.__name__)
+def test_wherever_tensors_are_made_by_default(number: Any, float32: bool) -> None:
+    """torch.set_default_device, and `with torch.device(...)`, as in training scripts for a GPU."""
+    expected = [number(0.9, nth, float32) for nth in range(1, 12)]
+    with torch.device("meta"):
+        assert [number(0.9, nth, float32) for nth in range(1, 12)] == expected
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adagrad, torch.optim.Rprop])

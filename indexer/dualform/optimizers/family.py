@@ -199,7 +199,7 @@ def bias_correction(beta: float, nth: int, float32: bool) -> float:
     """1 - beta^n (Kingma and Ba, 2015, section 3), rounded as torch does where it
     `counts_in_float32`: of 1e-3 in the first step, that leaves five digits."""
     if float32:
-        return float(1 - beta ** torch.tensor(nth, dtype=torch.float32))
+        return float(1 - beta ** torch.tensor(nth, dtype=torch.float32, device="cpu"))
     return 1 - beta**nth
 
 

@@ -52,7 +52,9 @@ class NAdam(Family):
         self, group: Mapping[str, Any], nth: int, dtype: torch.dtype, state: Mapping[str, Any]
     ) -> NAdamSettings:
         beta1, decay = number(group["betas"][0]), number(group["momentum_decay"])
-        before = state.get("mu_product", torch.ones((), dtype=torch.get_default_dtype()))
+        before = state.get(
+            "mu_product", torch.ones((), dtype=torch.get_default_dtype(), device="cpu")
+        )
         return NAdamSettings(
             number(group["lr"]),
             beta1,

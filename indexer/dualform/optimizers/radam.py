@@ -71,7 +71,7 @@ class RAdam(Family):
         adjusted = seen(gradient, maximize, coupled, whole)
         second = whole["exp_avg_sq"].mul_(beta2).addcmul_(adjusted, adjusted, value=1 - beta2)
         step_size = lr / bias_correction(beta1, nth, float32)
-        rectified = _rectified(beta2, nth, float32)
+        rectified = rectification(beta2, nth, float32)
         wm: float | torch.Tensor = -step_size
         if rectified is not None:
             factor = -step_size * rectified * bias_correction(beta2, nth, float32) ** 0.5
@@ -86,13 +86,14 @@ class RAdam(Family):
         )
 
 
-def _rectified(beta2: float, nth: int, float32: bool) -> float | None:
+def rectification(beta2: float, nth: int, float32: bool) -> float | None:
     """The variance's rectification; None while the second moment is not used (section 3.2).
 
     The length is what is left of two numbers of some thousands: in float32, four digits.
     """
     longest = 2 / (1 - beta2) - 1
-    count = torch.tensor(nth, dtype=torch.float32 if float32 else torch.float64)
+    dtype = torch.float32 if float32 else torch.float64
+    count = torch.tensor(nth, dtype=dtype, device="cpu")
     power = beta2**count
     length = float(longest - 2 * count * power / (1 - power))
     if length <= 5:
