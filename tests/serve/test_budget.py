@@ -58,6 +58,17 @@ def test_what_never_fits_is_told_without_a_time() -> None:
     assert "fewer queries" in str(never)
 
 
+def test_what_fits_when_messages_on_their_way_in_are_gone_is_told_a_time() -> None:
+    used = [10 * MIB]
+    memory = MemoryBudget(300 * MIB, 20 * MIB, lambda: used[0])
+    memory.check()
+    used[0] = 200 * MIB  # for the moment
+    assert refused(memory, 100).retry_after == 1.0
+    assert refused(memory, 271).retry_after is None
+    used[0] = 10 * MIB
+    memory.take(270 * MIB)
+
+
 def test_a_lease_gives_back_what_its_thread_took() -> None:
     memory = budget(100)
     with memory.lease():

@@ -6,6 +6,8 @@ import itertools
 import os
 import signal
 import socket
+import subprocess
+import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -392,3 +394,33 @@ def test_who_connects_and_says_nothing_is_let_go(
                 while silent.recv(4096):
                     pass  # the server's own greeting
         assert served.health() == SERVING
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_sigterm_ends_the_start_of_a_container_s_first_process(index: Path, opened: bool) -> None:
+    """The system spares process 1 what signals do by default: nothing may be left to that."""
+    command = Path(sysconfig.get_path("scripts")) / "dualform"
+    apart = ["unshare", "--pid", "--fork", "--kill-child"]
+    if subprocess.run([*apart, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no name space of processes may be made here")
+    serve = [*apart, command, "serve", index, "--port", "0"]
+    with subprocess.Popen(serve, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        until(lambda: bool(children.read_text()))
+        first = Path("/proc") / children.read_text().strip()
+        hangup = 1 << (signal.SIGHUP - 1)
+
+        def blocked() -> bool:
+            lines = (first / "status").read_text().splitlines()
+            line = next(each for each in lines if each.startswith("SigBlk"))
+            return bool(int(line.split()[1], 16) & hangup)
+
+        until(blocked)  # its first lines have run
+        while opened and "no GPU" not in process.stderr.readline():
+            assert process.poll() is None
+        os.kill(int(first.name), signal.SIGTERM)
+        try:  # where it listened already it has drained
+            assert process.wait(20) in (0, 128 + signal.SIGTERM)
+        finally:
+            process.kill()

@@ -8,7 +8,8 @@ import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -118,6 +119,35 @@ def test_metrics_ask_for_a_certificate_where_questions_do(index: Path, ours: Aut
         context = trusting(ours)
         context.load_cert_chain(client.certificate, client.key)
         assert "dualform_index_serving" in read(url, context=context)
+
+
+def test_a_session_is_not_taken_up_again_where_certificates_are_asked_for(
+    index: Path, ours: Authority, tmp_path: Path
+) -> None:
+    """It shows none, and whose it was may not be trusted any more."""
+    server, client = (ours.sign(name, "DNS:localhost,IP:127.0.0.1") for name in ("s2", "c2"))
+    files = TlsFiles(server.certificate, server.key, ours.certificate)
+    theirs = authority(tmp_path, "theirs")
+    credentials = grpc.ssl_channel_credentials(ours.certificate.read_bytes())
+    context = trusting(ours)
+    context.load_cert_chain(client.certificate, client.key)
+    with serving({"i": index}, metrics="127.0.0.1:0", tls=files, credentials=credentials) as served:
+        host, _, port = address(served).rpartition(":")
+
+        def connect(session: ssl.SSLSession | None = None) -> ssl.SSLSocket:
+            plain = socket.create_connection((host, int(port)), 10)
+            wrapped = context.wrap_socket(plain, server_hostname=host, session=session)
+            wrapped.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+            return wrapped
+
+        with connect() as first:
+            assert first.recv(100).startswith(b"HTTP/1.1 200")
+            session = first.session
+        with connect(session) as again:
+            assert not again.session_reused
+        served.reload(replace(served.config, tls=replace(files, client_ca=theirs.certificate)))
+        with suppress(ssl.SSLError, ConnectionError), connect(session) as after:
+            assert not after.recv(100)
 
 
 def test_strangers_who_wait_do_not_keep_metrics_from_being_read(

@@ -394,6 +394,20 @@ def test_tokens_are_read_again_and_never_logged(
         assert secret not in caplog.text
 
 
+def test_tokens_stay_in_force_where_a_reload_finds_none(
+    indexes: dict[str, Path], tokens: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A line that is gone by mistake does not open the server; tokens may be added, though."""
+    with serving(indexes) as served:
+        ask(served.channel)
+        served.reload(replace(served.config, tokens=tokens))
+        assert code(lambda: ask(served.channel)) == UNAUTHENTICATED
+        served.reload()
+        assert code(lambda: ask(served.channel)) == UNAUTHENTICATED
+        ask(served.channel, "bbbbbbbbbbbbbbbb")
+    assert "tokens was taken out of the configuration: restart for it" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("text", "word"),
     [

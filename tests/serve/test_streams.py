@@ -260,3 +260,35 @@ def test_streams_of_one_connection_leave_places_to_others(index: Path, keys: np.
             assert rows == ROWS
         for call in unread:
             call.cancel()
+
+
+def test_bytes_of_streams_leave_room_for_others(tmp_path: Path) -> None:
+    """Half of what requests may hold is for streams, and half of that for one client's."""
+    width, mib = 256, 1 << 20
+    keys = np.random.default_rng(1).standard_normal((3000, width)).astype(np.float32)
+    large = np.resize(keys, (3 * mib // 2 // (4 * width), width))  # 1.5 MiB
+    limits = ServerLimits(waiting_mib=7, max_queries=1 << 20)
+    with ExitStack() as opened, serving({"i": make_index(tmp_path, keys, None)}, limits) as served:
+
+        def another() -> attribution_pb2_grpc.AttributionServiceStub:
+            options = [("grpc.use_local_subchannel_pool", 1)]
+            channel = opened.enter_context(grpc.insecure_channel(served.address, options=options))
+            return attribution_pb2_grpc.AttributionServiceStub(channel)
+
+        def begin(stub: attribution_pb2_grpc.AttributionServiceStub) -> None:
+            call = stub.StreamWeights(ask(large), timeout=60)
+            opened.callback(call.cancel)
+            next(call)
+
+        mine = another()
+        begin(mine)
+        refused = refusal(lambda: begin(mine))
+        assert refused.reason == "QUEUE_FULL"
+        assert "this client's requests for streams" in refused.message
+        assert refused.retry_after
+        begin(another())
+        refused = refusal(lambda: begin(another()))
+        assert "requests whose answers are streams of 3 MiB are in memory" in refused.message
+        for stub in (mine, another()):
+            question = pb.TopKRequest(layer="fc", k=1, queries=tensor(large))
+            assert array(stub.TopK(question, timeout=60).rows).shape == (len(large), 1)

@@ -29,8 +29,8 @@ TOLERANCE = 3e-6
 """Largest |G - sum e x'| / (|E| |X|), Frobenius norms, that float32 backward passes explain."""
 
 MOST_LOST = 5e-5
-"""Likewise, where a float32 sum is measured to lose more: half of what weights that count as
-rebuilt may be off by."""
+"""Of |G|, where a float32 sum is measured to lose more than that tolerance: half of the part of
+their way that weights may be off by and count as rebuilt."""
 
 _ANOTHER_ORDER = 4.0
 """By how much more backward's own order of adding up may lose than the sum that is measured."""
@@ -334,7 +334,8 @@ class Sum(NamedTuple):
         loses = float((self.float32().double() - self.total).norm())
         if not error <= factor * _ANOTHER_ORDER * loses:
             return "mismatch"
-        return None if error <= MOST_LOST * scale else "rounded"
+        way = factor * float(self.total.norm())
+        return None if error <= MOST_LOST * way else "rounded"
 
 
 def weight_sum(passes: Sequence[Pass], shape: torch.Size) -> Sum:

@@ -86,8 +86,11 @@ class Access:
         """Read the file again, or another one.
 
         Raises:
-            ConfigError: As above; the tokens from before stay in force.
+            ConfigError: As above, or there is none any more, which would let everyone ask; the
+                tokens from before stay in force.
         """
+        if path is None and self._path is not None:
+            raise ConfigError("tokens was taken out of the configuration: restart for it")
         self._tokens, self._path = _read(path), path
 
     def client(self, metadata: Sequence[tuple[str, Any]] | None) -> Client | Refusal:

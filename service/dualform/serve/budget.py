@@ -42,6 +42,8 @@ class MemoryBudget:
         self._promised = 0
         # The most that was there beside the promises, in this window of time and in the last.
         self._beside, self._before, self._until = 0, 0, 0.0
+        # The least that ever was: what is above it may go again, such as messages on their way in.
+        self._least: int | None = None
         self._mine = threading.local()
 
     @property
@@ -58,7 +60,7 @@ class MemoryBudget:
         if self.limit is None:
             return
         heap.give_back()
-        base = self._used()
+        base = self._least = self._used()
         least = base + self._aside + LEAST
         if least > self.limit:
             raise ConfigError(
@@ -113,6 +115,8 @@ class MemoryBudget:
     def _now(self) -> int:
         """What the process holds beside what was promised."""
         beside, now = self._used() - self._promised, time.monotonic()
+        if not self._promised:  # or it is too little
+            self._least = beside if self._least is None else min(self._least, beside)
         if not self._promised:
             self._beside = self._before = beside
         elif now > self._until:
@@ -125,7 +129,9 @@ class MemoryBudget:
         assert self.limit is not None
         left = max(0, self.limit - base)
         what = f"up to {_mib(size)} MiB of memory would be needed"
-        if size > left:
+        least = base if self._least is None else self._least + self._aside
+        if size > self.limit - least:
+            left = max(0, self.limit - least)
             return ResourceExhaustedError(
                 f"{what}, and of the {_mib(self.limit)} allowed (`memory` in the server's "
                 f"configuration) {_mib(left)} are left for questions, beside what is in use and "

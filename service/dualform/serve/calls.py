@@ -117,7 +117,7 @@ class Calls:
 
         async def handle(_: Any, context: Context) -> None:
             with self._reported(method, context) as call:
-                async with self._read(call, context) as data:
+                async with self._read(call, context, stream=True) as data:
                     refused = data if isinstance(data, Refusal) else None
                     if isinstance(data, bytes):
                         refused = await self._send(call, parts(call, data), context)
@@ -129,7 +129,9 @@ class Calls:
         return grpc.stream_stream_rpc_method_handler(handle)
 
     @asynccontextmanager
-    async def _read(self, call: Call, context: Context) -> AsyncGenerator[bytes | Refusal, None]:
+    async def _read(
+        self, call: Call, context: Context, stream: bool = False
+    ) -> AsyncGenerator[bytes | Refusal, None]:
         found = self._access.client(context.invocation_metadata())
         if isinstance(found, Refusal):
             yield found  # before anything is read
@@ -137,7 +139,7 @@ class Calls:
         call.client = found
         if found.name:
             call.asker.client = f"token {found.name}"
-        async with self._reader.read(context) as data:
+        async with self._reader.read(context, call.asker.client if stream else None) as data:
             call.received = len(data) if isinstance(data, bytes) else 0
             yield data
 

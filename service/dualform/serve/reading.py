@@ -57,6 +57,7 @@ class RequestReader:
         self._memory = memory or MemoryBudget(None)
         self._patience = patience
         self._held = 0
+        self._streamed: Counter[str] = Counter()
         self._places = asyncio.Semaphore(AT_ONCE)
         self._connections: Counter[str] = Counter()
         self._turn = asyncio.Condition()
@@ -67,21 +68,21 @@ class RequestReader:
         return self._held
 
     @asynccontextmanager
-    async def read(self, context: Any) -> AsyncIterator[bytes | Refusal]:
+    async def read(self, context: Any, stream: str | None = None) -> AsyncIterator[bytes | Refusal]:
         """The request's bytes, counted until the block ends, or why there are none.
 
         Args:
             context: gRPC's, of a handler that takes a stream.
+            stream: The client to whom an answer in parts will go, which lasts as long as it reads.
+                Such requests hold at most half of the budget, and one client's half of that; None
+                for an answer that is one message.
         """
         data = await self._received(context)
         size = len(data) if isinstance(data, bytes) and len(data) > SMALL else 0
         large = bool(size)
-        if size and self._held + size > max(self._budget, size):
-            data = busy(
-                f"requests of {self._held >> 20} MiB are in memory, of {self._budget >> 20} "
-                "allowed (limits.waiting_mib)"
-            )
-            size = 0
+        full = self._full(size, stream)
+        if full is not None:
+            data, size = full, 0
         # As it came, and decoded.
         taken = 2 * size
         try:
@@ -89,14 +90,35 @@ class RequestReader:
         except ResourceExhaustedError as error:
             data, size, taken = Refusal.of(error), 0, 0
         self._held += size
+        if stream is not None:
+            self._streamed[stream] += size
         try:
             yield data
         finally:
             self._held -= size
+            if stream is not None:
+                self._streamed[stream] -= size
+                if not self._streamed[stream]:
+                    del self._streamed[stream]
             self._memory.give(taken)
             if large:  # nobody waits for it, and where no scan ran nobody else does it
                 with suppress(RuntimeError):  # the system has no thread left
                     asyncio.get_running_loop().run_in_executor(None, heap.give_back)
+
+    def _full(self, size: int, stream: str | None) -> Refusal | None:
+        """The refusal of a request that has no room; one always has it."""
+        limits = [(self._held, self._budget, "requests")]
+        if stream is not None:
+            streamed, mine = self._streamed.total(), self._streamed[stream]
+            limits.append((streamed, self._budget // 2, "requests whose answers are streams"))
+            limits.append((mine, self._budget // 4, "this client's requests for streams"))
+        for held, most, what in limits:
+            if held and size and held + size > most:
+                return busy(
+                    f"{what} of {held >> 20} MiB are in memory, of {most >> 20} allowed "
+                    "(limits.waiting_mib)"
+                )
+        return None
 
     async def _received(self, context: Any) -> bytes | Refusal:
         connection = context.peer()

@@ -96,6 +96,9 @@ def _read(files: TlsFiles) -> tuple[_Pems, ssl.SSLContext]:
     _check_valid_now(files.certificate, pems.chain, context)
     if files.client_ca is not None:
         context.verify_mode = ssl.CERT_REQUIRED
+        # A session that is taken up again shows no certificate, whoever is trusted by then.
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.num_tickets = 0
     return pems, context
 
 
