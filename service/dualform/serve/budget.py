@@ -115,10 +115,9 @@ class MemoryBudget:
     def _now(self) -> int:
         """What the process holds beside what was promised."""
         beside, now = self._used() - self._promised, time.monotonic()
-        if not self._promised:  # or it is too little
-            self._least = beside if self._least is None else min(self._least, beside)
         if not self._promised:
             self._beside = self._before = beside
+            self._least = beside if self._least is None else min(self._least, beside)
         elif now > self._until:
             self._before, self._beside, self._until = self._beside, beside, now + _WINDOW_S
         # What is promised may not have been taken yet, so this is too little at times.
