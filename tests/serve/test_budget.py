@@ -221,6 +221,24 @@ def test_the_server_stays_below_its_memory(limited: Any, least: int) -> None:
 
 
 @pytest.mark.slow
+def test_requests_on_their_way_in_stay_below_it_too(limited: Any, least: int) -> None:
+    """However many come at once: all are refused here, and none is taken in before its turn."""
+    large = tensor(np.full((7 * MIB // (4 * D), D), np.nan, np.float32))
+    question = pb.TopKRequest(layer="fc", queries=large, k=1)
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    with limited(least + 100) as server, ThreadPoolExecutor(32) as pool:
+
+        def ask(_: int) -> set[grpc.StatusCode]:
+            with grpc.insecure_channel(server.address, options) as channel:
+                stub = attribution_pb2_grpc.AttributionServiceStub(channel)
+                return {refusal(lambda: stub.TopK(question, timeout=60)).code for _ in range(8)}
+
+        codes = set().union(*pool.map(ask, range(32)))
+    assert codes <= {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INVALID_ARGUMENT}
+    assert server.most < server.limit, f"{server.most / MIB:.0f} of {server.limit / MIB:.0f} MiB"
+
+
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused_with_the_estimate(limited: Any, least: int) -> None:
     # What is in use differs from start to start.
     with limited(least + 8) as server, grpc.insecure_channel(server.address) as channel:

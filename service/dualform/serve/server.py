@@ -191,6 +191,8 @@ class Server:
                 ("grpc.keepalive_timeout_ms", 20_000),
                 ("grpc.server_handshake_timeout_ms", GREETING_MS),
                 *compression(grpc.__version__),
+                # gRPC lets its windows grow, and takes megabytes of each call that waits its turn.
+                *([] if self._config.memory is None else [("grpc.http2.bdp_probe", 0)]),
                 ("grpc.max_concurrent_streams", MOST_CALLS_OF_A_CONNECTION),
             ],
             maximum_concurrent_rpcs=MOST_CALLS,
