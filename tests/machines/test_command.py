@@ -49,7 +49,7 @@ def test_the_command_serves_from_processes_and_ends_them(
     "address",
     [
         pytest.param("127.0.0.1:1", marks=pytest.mark.slow),
-        "127.0.0.1:" + "9" * 20,
+        pytest.param("127.0.0.1:" + "9" * 20, marks=pytest.mark.slow),
         "127.0.0.1:²",
     ],
 )

@@ -84,6 +84,7 @@ def test_a_requirement_that_is_not_met_is_told(release: ModuleType, text: str, s
         release.closure([Requirement(text)])
 
 
+@pytest.mark.slow
 def test_what_is_committed_is_built_and_nothing_else(
     release: ModuleType, clone: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -454,7 +454,10 @@ def test_weights_that_decay_to_nothing_are_no_fault(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("spread", [1e-3, 0.0])
-@pytest.mark.parametrize(("rows", "width"), [(500, 8), (4_000, 3), (10_000, 2), (60_000, 8)])
+@pytest.mark.parametrize(
+    ("rows", "width"),
+    [(500, 8), (4_000, 3), (10_000, 2), pytest.param(60_000, 8, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("edited", [0.0, 0.01])
 @pytest.mark.parametrize("cancel", [False, True])
 def test_rows_that_are_much_alike(
